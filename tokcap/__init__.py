@@ -1,0 +1,16 @@
+"""tokcap: the exact token ids and log-probs of every model call of a rollout, from the engine to the trainer."""
+
+from __future__ import annotations
+
+from .entry import TokenEntry
+from .protocol import CallRecord, TokenCaptureSnapshot, TokenSink, TokenSource
+from .version import __version__
+
+__all__ = (
+    "CallRecord",
+    "TokenCaptureSnapshot",
+    "TokenEntry",
+    "TokenSink",
+    "TokenSource",
+    "__version__",
+)

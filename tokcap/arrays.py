@@ -1,0 +1,170 @@
+"""Token ids and log-probs as canonical arrays: one dtype, one dimension, read-only, owned.
+
+Strict where a mistake would train wrong data (a float or a bool among ids), lenient where engines differ
+(Python lists, numpy or torch arrays, None for an unknown log-prob).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import InvalidEntryError
+
+__all__ = ("MAX_TOKEN_ID", "FloatArray", "IdArray", "StoredArray", "log_prob_array", "owned_array", "token_id_array")
+
+IdArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class StoredArray(np.ndarray[Any, Any]):
+    """Marks an array that comes out of the store: already canonical, so that no check or copy is due again."""
+
+
+def token_id_array(value: object, *, field: str, where: str) -> IdArray:
+    """`value` as a read-only int32 array [N] that nobody else can write.
+
+    Accepts integer arrays and sequences of objects with `__index__`, except bool. `where` names the rollout and call
+    in errors. Raises `InvalidEntryError`, naming the field, the position and the value.
+    """
+    if isinstance(value, (list, tuple)):
+        return _ids_from_sequence(value, field, where)
+    source = _as_array(value, field, where)
+    if source is None:
+        if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
+            raise InvalidEntryError(f"{where}: {field} is {_shown(value)}, not an array or a sequence of token ids")
+        return _ids_from_sequence(list(value), field, where)
+    if source.dtype.kind == "O":
+        return _ids_from_sequence(source.tolist(), field, where)
+    if source.dtype.kind not in "iu" and source.size:  # numpy makes an empty list a float64 array
+        raise InvalidEntryError(f"{where}: {field} has dtype {source.dtype}, token ids are integers")
+    if source.size and source.dtype.kind == "i" and int(source.min()) < 0:
+        _refuse_range(source, source < 0, field, where)
+    if source.size and source.dtype.itemsize >= 4 and int(source.max()) > MAX_TOKEN_ID:
+        _refuse_range(source, source > MAX_TOKEN_ID, field, where)
+    return owned_array(source, np.dtype(np.int32))
+
+
+def log_prob_array(value: object, *, field: str, where: str) -> FloatArray:
+    """`value` as a read-only float64 array [N] of natural logs; None becomes NaN, and every NaN the same NaN."""
+    if isinstance(value, (list, tuple)):
+        return _floats_from_sequence(value, field, where)
+    source = _as_array(value, field, where)
+    if source is None:
+        if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
+            raise InvalidEntryError(f"{where}: {field} is {_shown(value)}, not an array or a sequence of floats")
+        return _floats_from_sequence(list(value), field, where)
+    if source.dtype.kind == "O":
+        return _floats_from_sequence(source.tolist(), field, where)
+    if source.dtype.kind not in "fiu" or source.dtype.itemsize > 8:
+        raise InvalidEntryError(f"{where}: {field} has dtype {source.dtype}, log-probs are floats of at most 64 bits")
+    return _one_nan(source.astype(np.float64))
+
+
+def owned_array(source: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """`source` as a C-ordered, read-only array of `dtype`; copied if anybody could still write to it."""
+    if source.dtype != dtype or not source.flags.c_contiguous or _can_be_written(source) or type(source) is not np.ndarray:
+        source = np.array(source, dtype=dtype, order="C", copy=True, subok=False)
+        source.flags.writeable = False
+    return source
+
+
+def _can_be_written(source: npt.NDArray[Any]) -> bool:
+    base: object = source
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return True
+        base = base.base
+    return not (base is None or isinstance(base, bytes))
+
+
+def _as_array(value: object, field: str, where: str) -> npt.NDArray[Any] | None:
+    """`value` as a 1-D array if it has an array interface, else None."""
+    if not isinstance(value, np.ndarray):
+        if not hasattr(value, "__array__") and not isinstance(value, (array, memoryview)):
+            return None
+        value = np.asarray(value)
+    elif isinstance(value, np.ma.MaskedArray):
+        raise InvalidEntryError(f"{where}: {field} is a masked array; its masked values would count as real ones")
+    if value.ndim != 1:
+        raise InvalidEntryError(f"{where}: {field} has shape {value.shape}, expected one dimension")
+    return value
+
+
+def _ids_from_sequence(value: Sequence[Any], field: str, where: str) -> IdArray:
+    try:
+        # array('i') asks each object for __index__: floats and strings are refused in C, at full speed.
+        ids = np.frombuffer(array("i", value).tobytes(), dtype=np.int32)
+    except (TypeError, OverflowError, ValueError):
+        for position, item in enumerate(value):
+            _check_id(item, position, field, where)
+        raise
+    suspects = np.flatnonzero(ids <= 1)  # a bool can only hide behind a 0 or a 1
+    if suspects.size and (suspects.size < 256 or set(map(type, value)) != {int} or int(ids.min()) < 0):
+        for position in suspects.tolist():
+            _check_id(value[position], position, field, where)
+    return ids
+
+
+def _check_id(item: Any, position: int, field: str, where: str) -> None:
+    if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
+        raise InvalidEntryError(
+            f"{where}: {field}[{position}] is {_shown(item)}, a token id is an integer "
+            "(not a bool, a string or a float)"
+        )
+    try:
+        number = item.__index__()
+    except Exception as error:
+        raise InvalidEntryError(f"{where}: {field}[{position}] is {_shown(item)}, not an integer: {error}") from error
+    if not 0 <= number <= MAX_TOKEN_ID:
+        raise InvalidEntryError(f"{where}: {field}[{position}] is {number}, outside 0..{MAX_TOKEN_ID}")
+
+
+def _refuse_range(source: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], field: str, where: str) -> None:
+    position = int(np.argmax(wrong))
+    raise InvalidEntryError(f"{where}: {field}[{position}] is {source[position]}, outside 0..{MAX_TOKEN_ID}")
+
+
+def _floats_from_sequence(value: Sequence[Any], field: str, where: str) -> FloatArray:
+    try:
+        floats = np.array(array("d", value), dtype=np.float64)
+    except (TypeError, OverflowError, ValueError):
+        floats = np.empty(len(value), dtype=np.float64)
+        for position, item in enumerate(value):
+            floats[position] = np.nan if item is None else _check_float(item, position, field, where)
+    for position in np.flatnonzero((floats == 0.0) | (floats == 1.0)).tolist():
+        _check_float(value[position], position, field, where)
+    return _one_nan(floats)
+
+
+def _check_float(item: Any, position: int, field: str, where: str) -> float:
+    if isinstance(item, (bool, np.bool_, str, bytes, bytearray)):
+        raise InvalidEntryError(f"{where}: {field}[{position}] is {_shown(item)}, a log-prob is a float or None")
+    try:
+        return float(item)
+    except Exception as error:
+        raise InvalidEntryError(
+            f"{where}: {field}[{position}] is {_shown(item)}, a log-prob is a float or None: {error}"
+        ) from error
+
+
+def _one_nan(floats: FloatArray) -> FloatArray:
+    unknown = np.isnan(floats)
+    if unknown.any():
+        floats[unknown] = np.nan
+    floats.flags.writeable = False
+    return floats
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # a repr may raise anything; the error message must not
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"

@@ -1,0 +1,211 @@
+"""`TokenEntry`: the training record of one answered model call, or of one choice of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import force_setattr
+
+from .arrays import FloatArray, IdArray, StoredArray, log_prob_array, owned_array, token_id_array
+from .content import encode_content, storable
+from .errors import InvalidEntryError
+from .ids import check_model_call_id, check_rollout_id
+
+__all__ = ("SCHEMA_VERSION", "TokenEntry", "identical")
+
+SCHEMA_VERSION = 1
+"""Of `TokenEntry` itself: an entry of a newer version is refused, an older one is read."""
+
+
+class TokenEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
+    """What the engine saw and what the policy sampled, in one model call.
+
+    `(model_call_id, choice_index)` identifies an entry in its rollout. All arrays are read-only and owned: arrays that
+    the caller could still write are copied, lists converted, contents deep-copied. Values survive storage exactly.
+
+    Raises `InvalidIdError` for an id, `InvalidEntryError` for anything else that can't be a training record; the
+    message names the field and the value.
+    """
+
+    rollout_id: str
+    model_call_id: str
+    prompt_token_ids: IdArray
+    """int32 [P]: the ids that the engine was given, as it reports them; never re-tokenised text."""
+    generation_token_ids: IdArray
+    """int32 [G]: the ids that the policy sampled, the stop token included if the engine reports it."""
+    generation_log_probs: FloatArray
+    """float64 [G]: natural logs under the behaviour policy. NaN: unknown, never trained on."""
+    choice_index: int = 0
+    routed_experts: npt.NDArray[Any] | None = None
+    """Any dtype and shape (R3 replay); stored as bytes."""
+    output_items: list[Any] = msgspec.field(default_factory=list)
+    """The content of the answer without token arrays: Responses output items, as dicts."""
+    token_item_index: int | None = None
+    """Which of `output_items` carried the arrays."""
+    model: str = ""
+    response_id: str = ""
+    """The response id that the client saw."""
+    finish_reason: str = ""
+    created_at: float = 0.0
+    """Unix seconds, for information only."""
+    policy_versions: list[Any] = msgspec.field(default_factory=list)
+    """Spans `(version, start, end)` over the generation."""
+    sampling: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Effective sampling parameters and log-prob mode, where known."""
+    pieces: list[bytes] | None = None
+    """The bytes of each sampled token, if the engine tells."""
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if type(self.prompt_token_ids) is StoredArray:
+            force_setattr(self, "prompt_token_ids", self.prompt_token_ids.view(np.ndarray))
+            return
+        rollout_id = check_rollout_id(self.rollout_id)
+        call_id = check_model_call_id(self.model_call_id, rollout_id=rollout_id)
+        where = f"rollout {rollout_id}, call {call_id}"
+        if not _is_int(self.schema_version) or not 1 <= self.schema_version <= SCHEMA_VERSION:
+            raise InvalidEntryError(
+                f"{where}: schema_version is {self.schema_version!r}; this tokcap reads 1..{SCHEMA_VERSION}, "
+                "upgrade it to read newer entries"
+            )
+        if not _is_int(self.choice_index) or not 0 <= self.choice_index < 2**31:
+            raise InvalidEntryError(f"{where}: choice_index is {self.choice_index!r}, expected an integer from 0")
+        where = f"{where}, choice {self.choice_index}"
+        put = force_setattr
+        put(self, "prompt_token_ids", token_id_array(self.prompt_token_ids, field="prompt_token_ids", where=where))
+        ids = token_id_array(self.generation_token_ids, field="generation_token_ids", where=where)
+        log_probs = log_prob_array(self.generation_log_probs, field="generation_log_probs", where=where)
+        if len(ids) != len(log_probs):
+            raise InvalidEntryError(
+                f"{where}: {len(ids)} generation_token_ids but {len(log_probs)} generation_log_probs; "
+                "give one log-prob per id, None where it is unknown"
+            )
+        put(self, "generation_token_ids", ids)
+        put(self, "generation_log_probs", log_probs)
+        put(self, "routed_experts", _routed_experts(self.routed_experts, where))
+        for field in ("model", "response_id", "finish_reason"):
+            if not isinstance(getattr(self, field), str):
+                raise InvalidEntryError(f"{where}: {field} is {getattr(self, field)!r}, expected a string")
+        if isinstance(self.created_at, bool) or not isinstance(self.created_at, (int, float, np.number)):
+            raise InvalidEntryError(f"{where}: created_at is {self.created_at!r}, expected unix seconds")
+        put(self, "created_at", float(self.created_at))
+        put(self, "pieces", _pieces(self.pieces, where))
+        self._own_contents(where)
+
+    def _own_contents(self, where: str) -> None:
+        for field, kinds in _CONTENT_FIELDS:
+            value = getattr(self, field)
+            if not isinstance(value, kinds):
+                raise InvalidEntryError(f"{where}: {field} is {type(value).__name__}, expected {kinds[0].__name__}")
+            if value:
+                force_setattr(self, field, storable(value))
+        spans = [tuple(span) if isinstance(span, list) else span for span in self.policy_versions]
+        force_setattr(self, "policy_versions", spans)
+        index = self.token_item_index
+        if index is not None and (not _is_int(index) or not 0 <= index < len(self.output_items)):
+            raise InvalidEntryError(
+                f"{where}: token_item_index is {index!r}, but there are {len(self.output_items)} output_items"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return identical(self, other) if isinstance(other, TokenEntry) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.rollout_id, self.model_call_id, self.choice_index))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What is odd about the log-probs: any of `unknown`, `infinite`, `positive`. They are kept, not refused."""
+        log_probs = self.generation_log_probs
+        found = (
+            ("unknown", np.isnan(log_probs)),
+            ("infinite", np.isinf(log_probs)),
+            ("positive", log_probs > 0),
+        )
+        return tuple(name for name, where in found if where.any())
+
+
+_CONTENT_FIELDS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("output_items", (list, tuple)),
+    ("policy_versions", (list, tuple)),
+    ("sampling", (dict,)),
+    ("extra", (dict,)),
+)
+
+
+def identical(one: TokenEntry, other: TokenEntry) -> bool:
+    """Equal field by field: ids by value, floats by bit pattern with one canonical NaN, tuple = list."""
+    return _scalars(one) == _scalars(other) and all(
+        _same_bytes(getattr(one, field), getattr(other, field))
+        for field in ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
+    )
+
+
+def canonical_contents(entry: TokenEntry) -> bytes:
+    """Everything but the arrays, encoded so that equal entries give equal bytes."""
+    return encode_content(
+        [
+            entry.output_items,
+            [list(span) if isinstance(span, tuple) else span for span in entry.policy_versions],
+            entry.sampling,
+            entry.extra,
+            entry.model,
+            entry.response_id,
+            entry.finish_reason,
+            entry.created_at,
+            entry.token_item_index,
+            entry.schema_version,
+        ],
+        canonical=True,
+    )
+
+
+def _scalars(entry: TokenEntry) -> tuple[object, ...]:
+    return (
+        entry.rollout_id,
+        entry.model_call_id,
+        entry.choice_index,
+        entry.pieces,
+        canonical_contents(entry),
+    )
+
+
+def _same_bytes(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    # Bit patterns, so that -0.0 is not 0.0 and the one canonical NaN equals itself.
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and bool(np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)))
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _routed_experts(value: object, where: str) -> npt.NDArray[Any] | None:
+    if value is None:
+        return None
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidEntryError(f"{where}: routed_experts is a masked array; its masked values would count as real ones")
+    try:
+        source = value if isinstance(value, np.ndarray) else np.asarray(value)
+    except Exception as error:
+        raise InvalidEntryError(f"{where}: routed_experts is no array: {error}") from error
+    if source.dtype.hasobject:
+        raise InvalidEntryError(f"{where}: routed_experts has dtype {source.dtype}, which has no bytes of its own")
+    return owned_array(source, source.dtype)
+
+
+def _pieces(value: object, where: str) -> list[bytes] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not all(isinstance(p, (bytes, bytearray, memoryview)) for p in value):
+        raise InvalidEntryError(f"{where}: pieces must be a list of bytes, one per sampled token, or None")
+    return [bytes(piece) for piece in value]

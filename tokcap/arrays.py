@@ -38,7 +38,7 @@ def token_id_array(value: object, *, field: str, where: str) -> IdArray:
     source = _as_array(value, field, where)
     if source is None:
         if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
-            raise InvalidEntryError(f"{where}: {field} is {_shown(value)}, not an array or a sequence of token ids")
+            raise InvalidEntryError(f"{where}: {field} is {shown(value)}, not an array or a sequence of token ids")
         return _ids_from_sequence(list(value), field, where)
     if source.dtype.kind == "O":
         return _ids_from_sequence(source.tolist(), field, where)
@@ -58,7 +58,7 @@ def log_prob_array(value: object, *, field: str, where: str) -> FloatArray:
     source = _as_array(value, field, where)
     if source is None:
         if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
-            raise InvalidEntryError(f"{where}: {field} is {_shown(value)}, not an array or a sequence of floats")
+            raise InvalidEntryError(f"{where}: {field} is {shown(value)}, not an array or a sequence of floats")
         return _floats_from_sequence(list(value), field, where)
     if source.dtype.kind == "O":
         return _floats_from_sequence(source.tolist(), field, where)
@@ -69,19 +69,25 @@ def log_prob_array(value: object, *, field: str, where: str) -> FloatArray:
 
 def owned_array(source: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """`source` as a C-ordered, read-only array of `dtype`; copied if anybody could still write to it."""
-    if source.dtype != dtype or not source.flags.c_contiguous or _can_be_written(source) or type(source) is not np.ndarray:
-        source = np.array(source, dtype=dtype, order="C", copy=True, subok=False)
-        source.flags.writeable = False
+    if (
+        source.dtype != dtype
+        or not source.flags.c_contiguous
+        or not _lies_in_bytes(source)
+        or type(source) is not np.ndarray
+    ):
+        data = np.asarray(source).astype(dtype, copy=False).tobytes()
+        return np.ndarray(source.shape, dtype, buffer=data)
     return source
 
 
-def _can_be_written(source: npt.NDArray[Any]) -> bool:
+def _lies_in_bytes(source: npt.NDArray[Any]) -> bool:
+    # Nothing else is safe to share: a read-only array may have a writable view that was taken earlier.
     base: object = source
     while isinstance(base, np.ndarray):
         if base.flags.writeable:
-            return True
+            return False
         base = base.base
-    return not (base is None or isinstance(base, bytes))
+    return type(base) is bytes
 
 
 def _as_array(value: object, field: str, where: str) -> npt.NDArray[Any] | None:
@@ -89,8 +95,15 @@ def _as_array(value: object, field: str, where: str) -> npt.NDArray[Any] | None:
     if not isinstance(value, np.ndarray):
         if not hasattr(value, "__array__") and not isinstance(value, (array, memoryview)):
             return None
-        value = np.asarray(value)
-    elif isinstance(value, np.ma.MaskedArray):
+        if isinstance(value, memoryview) and value.format in ("B", "b", "c"):
+            raise InvalidEntryError(
+                f"{where}: {field} is a memoryview of bytes, not of numbers; cast it to their format"
+            )
+        try:
+            value = np.asarray(value)
+        except Exception as error:  # whatever an engine's array type raises, e.g. of a tensor on a GPU
+            raise InvalidEntryError(f"{where}: {field} is {shown(value)}, not readable as an array: {error}") from error
+    if isinstance(value, np.ma.MaskedArray):
         raise InvalidEntryError(f"{where}: {field} is a masked array; its masked values would count as real ones")
     if value.ndim != 1:
         raise InvalidEntryError(f"{where}: {field} has shape {value.shape}, expected one dimension")
@@ -101,10 +114,10 @@ def _ids_from_sequence(value: Sequence[Any], field: str, where: str) -> IdArray:
     try:
         # array('i') asks each object for __index__: floats and strings are refused in C, at full speed.
         ids = np.frombuffer(array("i", value).tobytes(), dtype=np.int32)
-    except (TypeError, OverflowError, ValueError):
+    except Exception as error:  # an item's __index__ may raise anything
         for position, item in enumerate(value):
             _check_id(item, position, field, where)
-        raise
+        raise InvalidEntryError(f"{where}: {field} is {shown(value)}, not token ids: {error}") from error
     suspects = np.flatnonzero(ids <= 1)  # a bool can only hide behind a 0 or a 1
     if suspects.size and (suspects.size < 256 or set(map(type, value)) != {int} or int(ids.min()) < 0):
         for position in suspects.tolist():
@@ -115,15 +128,14 @@ def _ids_from_sequence(value: Sequence[Any], field: str, where: str) -> IdArray:
 def _check_id(item: Any, position: int, field: str, where: str) -> None:
     if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
         raise InvalidEntryError(
-            f"{where}: {field}[{position}] is {_shown(item)}, a token id is an integer "
-            "(not a bool, a string or a float)"
+            f"{where}: {field}[{position}] is {shown(item)}, a token id is an integer (not a bool, a string or a float)"
         )
     try:
         number = item.__index__()
     except Exception as error:
-        raise InvalidEntryError(f"{where}: {field}[{position}] is {_shown(item)}, not an integer: {error}") from error
+        raise InvalidEntryError(f"{where}: {field}[{position}] is {shown(item)}, not an integer: {error}") from error
     if not 0 <= number <= MAX_TOKEN_ID:
-        raise InvalidEntryError(f"{where}: {field}[{position}] is {number}, outside 0..{MAX_TOKEN_ID}")
+        raise InvalidEntryError(f"{where}: {field}[{position}] is {shown(number)}, outside 0..{MAX_TOKEN_ID}")
 
 
 def _refuse_range(source: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], field: str, where: str) -> None:
@@ -134,7 +146,7 @@ def _refuse_range(source: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], field:
 def _floats_from_sequence(value: Sequence[Any], field: str, where: str) -> FloatArray:
     try:
         floats = np.array(array("d", value), dtype=np.float64)
-    except (TypeError, OverflowError, ValueError):
+    except Exception:  # None among them, or an item whose __float__ raises
         floats = np.empty(len(value), dtype=np.float64)
         for position, item in enumerate(value):
             floats[position] = np.nan if item is None else _check_float(item, position, field, where)
@@ -145,12 +157,12 @@ def _floats_from_sequence(value: Sequence[Any], field: str, where: str) -> Float
 
 def _check_float(item: Any, position: int, field: str, where: str) -> float:
     if isinstance(item, (bool, np.bool_, str, bytes, bytearray)):
-        raise InvalidEntryError(f"{where}: {field}[{position}] is {_shown(item)}, a log-prob is a float or None")
+        raise InvalidEntryError(f"{where}: {field}[{position}] is {shown(item)}, a log-prob is a float or None")
     try:
         return float(item)
     except Exception as error:
         raise InvalidEntryError(
-            f"{where}: {field}[{position}] is {_shown(item)}, a log-prob is a float or None: {error}"
+            f"{where}: {field}[{position}] is {shown(item)}, a log-prob is a float or None: {error}"
         ) from error
 
 
@@ -162,9 +174,10 @@ def _one_nan(floats: FloatArray) -> FloatArray:
     return floats
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """`value` as an error message shows it: its repr, if it has one, and not too long."""
     try:
         text = repr(value)
-    except Exception:  # a repr may raise anything; the error message must not
+    except Exception:  # a repr may raise anything, that of a huge integer included; the error message must not
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"

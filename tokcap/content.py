@@ -14,16 +14,28 @@ including integers of any size, NaN and lone surrogates, for which msgpack has n
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 import msgspec
 import numpy as np
 
-__all__ = ("MAX_NESTING", "UNSTORABLE_KEY", "count_unstorable", "decode_content", "encode_content", "storable")
+__all__ = (
+    "MAX_NESTING",
+    "MAX_REPEATED",
+    "UNSTORABLE_KEY",
+    "count_unstorable",
+    "decode_content",
+    "encode_content",
+    "storable",
+)
 
 UNSTORABLE_KEY = "__tokcap_unstorable__"
 MAX_NESTING = 200
 """Deeper values are replaced; msgpack decoders recurse, and nothing a model or a harness says nests deeper."""
+
+MAX_REPEATED = 2**18
+"""How many values may be copied because a container is met again; `x = [x, x]`, forty times over, has 2^40 of them."""
 
 _REPR_LIMIT = 2000
 _BIG_INT, _SURROGATE_STR, _SURROGATE_MAP = 1, 2, 3
@@ -33,59 +45,86 @@ def storable(value: object) -> Any:
     """A deep copy of `value` made of dict, list, str, int, float, bool and None only.
 
     Tuples become lists and numpy scalars Python ones. Anything else (bytes, sets, dates, objects, mappings with keys
-    that are not strings), cycles and whatever lies below `MAX_NESTING` levels becomes `{UNSTORABLE_KEY: repr}`.
+    that are not strings), cycles, whatever lies below `MAX_NESTING` levels and repetitions beyond `MAX_REPEATED`
+    become `{UNSTORABLE_KEY: repr}`.
     """
     try:
-        return _copy(value, 0, set())
-    except RecursionError:
+        return _Copier().copy(value, 0, False)
+    except Exception:  # the stack was nearly full already, or another thread changes the value meanwhile
         return _unstorable(value)
 
 
-def _copy(value: Any, depth: int, open_ids: set[int]) -> Any:
-    kind = type(value)
-    if kind is str or kind is int or kind is bool or value is None:
-        return value
-    if kind is float:
-        return value if value == value else math.nan
-    if kind is dict or kind is list or kind is tuple:
-        if depth >= MAX_NESTING or id(value) in open_ids:
+class _Copier:
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self._met: dict[int, object] = {}  # keeps what it has met alive, so that no id comes up twice
+        self._repeated = 0
+
+    def copy(self, value: Any, depth: int, repeated: bool) -> Any:
+        if repeated:
+            self._repeated += 1
+        kind = type(value)
+        if kind is str or kind is int or kind is bool or value is None:
+            return value
+        if kind is float:
+            return value if value == value else math.nan
+        plain = value if kind is dict or kind is list or kind is tuple else _plain(value)
+        if not isinstance(plain, (dict, list, tuple)):
+            return _unstorable(value) if plain is None else plain
+        identity = id(value)
+        if depth >= MAX_NESTING or identity in self._open:
             return _unstorable(value)
-        open_ids.add(id(value))
+        if identity in self._met:
+            repeated = True
+            if self._repeated >= MAX_REPEATED:
+                return _unstorable(value)
+        elif plain:  # there is only one empty tuple, which may be met any number of times
+            self._met[identity] = value
+        self._open.add(identity)
         try:
-            if kind is not dict:
-                return [_copy(item, depth + 1, open_ids) for item in value]
-            copied = {}
-            for key, item in value.items():
-                if type(key) is not str:
-                    if not isinstance(key, str):
-                        return _unstorable(value)
-                    key = str.__str__(key)
-                copied[key] = _copy(item, depth + 1, open_ids)
-            return copied
+            if isinstance(plain, dict):
+                return self._copy_mapping(plain, depth, repeated)
+            items = []
+            for item in plain:
+                items.append(self.copy(item, depth + 1, repeated))  # noqa: PERF401  (a frame less per level)
+            return items
         finally:
-            open_ids.discard(id(value))
-    return _copy_subclass(value, depth, open_ids)
+            self._open.discard(identity)
+
+    def _copy_mapping(self, mapping: dict[Any, Any], depth: int, repeated: bool) -> dict[str, Any]:
+        copied = {}
+        for key, item in mapping.items():
+            if not isinstance(key, str):
+                return _unstorable(mapping)
+            copied[str.__str__(key)] = self.copy(item, depth + 1, repeated)
+        return copied
 
 
-def _copy_subclass(value: Any, depth: int, open_ids: set[int]) -> Any:
+def _plain(value: object) -> Any:
+    """A subclass of a JSON type, or a numpy scalar, as that type; None if it is neither."""
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, np.bool_):
         return bool(value)
+    if isinstance(value, np.timedelta64):  # numpy counts it among the integers
+        return None
     if isinstance(value, (int, np.integer)):
         return int(value)
     if isinstance(value, (float, np.floating)) and not isinstance(value, np.longdouble):
         return float(value) if value == value else math.nan
-    if isinstance(value, dict):
-        return _copy(dict(value), depth, open_ids)
-    if isinstance(value, (list, tuple)):
-        return _copy(list(value), depth, open_ids)
-    return _unstorable(value)
+    try:
+        if isinstance(value, dict):
+            return dict(value)
+        if isinstance(value, (list, tuple)):
+            return list(value)
+    except Exception:  # a subclass may iterate in its own way, and fail
+        return None
+    return None
 
 
 def _unstorable(value: object) -> dict[str, str]:
     try:
-        text = repr(value)
+        text = repr(value) if _is_small(value) else _abbreviating.repr(value)
     except Exception:  # a repr may raise anything, RecursionError included
         text = f"<{type(value).__name__} object whose repr failed>"
     if len(text) > _REPR_LIMIT:
@@ -93,9 +132,42 @@ def _unstorable(value: object) -> dict[str, str]:
     return {UNSTORABLE_KEY: text}
 
 
+class _Abbreviating(reprlib.Repr):
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, dict):  # a subclass, whose own repr would show all of it
+            return self.repr_dict(x, level)
+        if isinstance(x, (list, tuple)):
+            return self.repr_list(list(x), level)
+        return super().repr_instance(x, level)
+
+
+_abbreviating = _Abbreviating()
+_abbreviating.maxlevel = 4
+_abbreviating.maxstring = _abbreviating.maxother = _abbreviating.maxlong = _REPR_LIMIT
+
+
+def _is_small(value: object) -> bool:
+    """Whether a repr of `value` can't be much longer than the limit because of how its containers nest."""
+    waiting = [value]
+    count = 0
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, (dict, list, tuple, set, frozenset)):
+            count += len(item)
+            if count > _REPR_LIMIT:
+                return False
+            waiting.extend(item)
+            if isinstance(item, dict):
+                waiting.extend(item.values())
+    return True
+
+
+_REPLACED = b"\x81" + msgspec.msgpack.encode(UNSTORABLE_KEY)  # a mapping of one pair, and its key
+
+
 def count_unstorable(encoded: bytes | memoryview) -> int:
     """How many replaced values an encoded content holds."""
-    return bytes(encoded).count(UNSTORABLE_KEY.encode())
+    return bytes(encoded).count(_REPLACED)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -145,13 +217,16 @@ def _pass_surrogates(text: str) -> bytes:
 
 
 def _extension(code: int, data: memoryview) -> Any:
-    if code == _BIG_INT:
-        return int.from_bytes(data, "big", signed=True)
-    if code == _SURROGATE_STR:
-        return bytes(data).decode("utf-8", "surrogatepass")
-    if code == _SURROGATE_MAP:
-        flat = _decoder.decode(data)
-        return dict(zip(flat[::2], flat[1::2], strict=True))
+    try:
+        if code == _BIG_INT:
+            return int.from_bytes(data, "big", signed=True)
+        if code == _SURROGATE_STR:
+            return bytes(data).decode("utf-8", "surrogatepass")
+        if code == _SURROGATE_MAP:
+            flat = _decoder.decode(data)
+            return dict(zip(flat[::2], flat[1::2], strict=True))
+    except (ValueError, TypeError) as error:
+        raise msgspec.ValidationError(f"damaged content extension {code}: {error}") from error
     raise msgspec.ValidationError(f"unknown content extension {code}")
 
 

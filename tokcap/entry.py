@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import force_setattr
 
-from .arrays import FloatArray, IdArray, StoredArray, log_prob_array, owned_array, token_id_array
+from .arrays import FloatArray, IdArray, StoredArray, log_prob_array, owned_array, shown, token_id_array
 from .content import encode_content, storable
 from .errors import InvalidEntryError
 from .ids import check_model_call_id, check_rollout_id
@@ -69,13 +70,18 @@ class TokenEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
         where = f"rollout {rollout_id}, call {call_id}"
         if not _is_int(self.schema_version) or not 1 <= self.schema_version <= SCHEMA_VERSION:
             raise InvalidEntryError(
-                f"{where}: schema_version is {self.schema_version!r}; this tokcap reads 1..{SCHEMA_VERSION}, "
+                f"{where}: schema_version is {shown(self.schema_version)}; this tokcap reads 1..{SCHEMA_VERSION}, "
                 "upgrade it to read newer entries"
             )
         if not _is_int(self.choice_index) or not 0 <= self.choice_index < 2**31:
-            raise InvalidEntryError(f"{where}: choice_index is {self.choice_index!r}, expected an integer from 0")
+            raise InvalidEntryError(f"{where}: choice_index is {shown(self.choice_index)}, expected an integer from 0")
         where = f"{where}, choice {self.choice_index}"
         put = force_setattr
+        # Exact builtins, because subclasses and numpy integers can't be encoded.
+        put(self, "rollout_id", rollout_id)
+        put(self, "model_call_id", call_id)
+        put(self, "schema_version", int(self.schema_version))
+        put(self, "choice_index", int(self.choice_index))
         put(self, "prompt_token_ids", token_id_array(self.prompt_token_ids, field="prompt_token_ids", where=where))
         ids = token_id_array(self.generation_token_ids, field="generation_token_ids", where=where)
         log_probs = log_prob_array(self.generation_log_probs, field="generation_log_probs", where=where)
@@ -88,11 +94,11 @@ class TokenEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
         put(self, "generation_log_probs", log_probs)
         put(self, "routed_experts", _routed_experts(self.routed_experts, where))
         for field in ("model", "response_id", "finish_reason"):
-            if not isinstance(getattr(self, field), str):
-                raise InvalidEntryError(f"{where}: {field} is {getattr(self, field)!r}, expected a string")
-        if isinstance(self.created_at, bool) or not isinstance(self.created_at, (int, float, np.number)):
-            raise InvalidEntryError(f"{where}: created_at is {self.created_at!r}, expected unix seconds")
-        put(self, "created_at", float(self.created_at))
+            value = getattr(self, field)
+            if not isinstance(value, str):
+                raise InvalidEntryError(f"{where}: {field} is {shown(value)}, expected a string")
+            put(self, field, str.__str__(value))
+        put(self, "created_at", _seconds(self.created_at, where))
         put(self, "pieces", _pieces(self.pieces, where))
         self._own_contents(where)
 
@@ -101,15 +107,17 @@ class TokenEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
             value = getattr(self, field)
             if not isinstance(value, kinds):
                 raise InvalidEntryError(f"{where}: {field} is {type(value).__name__}, expected {kinds[0].__name__}")
-            if value:
-                force_setattr(self, field, storable(value))
+            copied = storable(value) if value else kinds[0]()
+            # Replaced as a whole, a list is a mapping now, too.
+            force_setattr(self, field, copied if isinstance(copied, kinds) else [copied])
         spans = [tuple(span) if isinstance(span, list) else span for span in self.policy_versions]
         force_setattr(self, "policy_versions", spans)
         index = self.token_item_index
         if index is not None and (not _is_int(index) or not 0 <= index < len(self.output_items)):
             raise InvalidEntryError(
-                f"{where}: token_item_index is {index!r}, but there are {len(self.output_items)} output_items"
+                f"{where}: token_item_index is {shown(index)}, but there are {len(self.output_items)} output_items"
             )
+        force_setattr(self, "token_item_index", None if index is None else int(index))
 
     def __eq__(self, other: object) -> bool:
         return identical(self, other) if isinstance(other, TokenEntry) else NotImplemented
@@ -181,19 +189,32 @@ def _same_bytes(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) ->
     return (
         one.dtype == other.dtype
         and one.shape == other.shape
-        and bool(np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)))
+        and (not one.nbytes or bool(np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))))
     )
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.timedelta64))
+
+
+def _seconds(value: object, where: str) -> float:
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, np.timedelta64)):
+        try:
+            seconds = float(value)
+        except OverflowError:
+            pass
+        else:
+            return seconds if seconds == seconds else math.nan
+    raise InvalidEntryError(f"{where}: created_at is {shown(value)}, expected unix seconds")
 
 
 def _routed_experts(value: object, where: str) -> npt.NDArray[Any] | None:
     if value is None:
         return None
     if isinstance(value, np.ma.MaskedArray):
-        raise InvalidEntryError(f"{where}: routed_experts is a masked array; its masked values would count as real ones")
+        raise InvalidEntryError(
+            f"{where}: routed_experts is a masked array; its masked values would count as real ones"
+        )
     try:
         source = value if isinstance(value, np.ndarray) else np.asarray(value)
     except Exception as error:

@@ -1,0 +1,39 @@
+"""Fixtures and options that every test may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline and no health check on speed: how fast a machine is never fails a test.
+_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+settings.register_profile("same-every-time", _UNTIMED, derandomize=True)
+settings.register_profile("torture", _UNTIMED, max_examples=2000)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--torture", action="store_true", default=False, help="also run the tests marked torture")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("torture" if config.getoption("--torture") else "same-every-time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--torture"):
+        return
+    skip = pytest.mark.skip(reason="a longer run, only with --torture")
+    for item in items:
+        if item.get_closest_marker("torture"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def store_dir(tmp_path: Path) -> Path:
+    """An empty directory that only its owner can use, whatever the umask."""
+    directory = tmp_path / "store"
+    directory.mkdir()
+    directory.chmod(0o700)
+    return directory

@@ -1,0 +1,174 @@
+"""Runs the checks one after the other, each with a time-out, and turns what happens into a `Report`."""
+
+from __future__ import annotations
+
+import asyncio
+import linecache
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, get_args
+
+from . import (
+    checks_attempts,
+    checks_calls,
+    checks_chains,
+    checks_conflict,
+    checks_crash,
+    checks_freeze,
+    checks_interface,
+    checks_marks,
+    checks_puts,
+    checks_retire,
+    checks_values,
+)
+from .kit import Crash, Kit, SinkFactory, SourceFactory, ViolationError
+from .registry import CHECKS, Check, Need
+from .report import Report
+from .watchdog import interrupting_a_blocked_loop
+
+__all__ = ("check", "check_names")
+
+_MODULES = (
+    checks_interface,
+    checks_values,
+    checks_chains,
+    checks_puts,
+    checks_conflict,
+    checks_freeze,
+    checks_retire,
+    checks_marks,
+    checks_calls,
+    checks_attempts,
+    checks_crash,
+)
+"""Importing them fills `CHECKS`; listed so that the order of a report is that of this list."""
+
+_GRACE_S = 1.0
+_HERE = str(Path(__file__).parent)
+
+
+def check_names() -> tuple[str, ...]:
+    """The names of all checks, in the order in which they run."""
+    return tuple(one.name for one in _in_order())
+
+
+async def check(
+    sink_factory: SinkFactory,
+    source_factory: SourceFactory,
+    *,
+    crash: Crash | None = None,
+    timeout_s: float = 30.0,
+    only: Collection[str] | None = None,
+) -> Report:
+    """Check a sink and source pair against everything that tokcap promises of them.
+
+    The factories take nothing, may be coroutine functions, and return a new instance on the same shared storage each
+    time: the kit treats several instances as several processes. `crash` kills one instance (see `Crash`); without it
+    the checks of what survives a crash are skipped by name, never passed. So are checks of optional methods that the
+    sink doesn't have.
+
+    Every check uses rollout ids of its own and may take `timeout_s`; a store that hangs fails that check. `only` names
+    the checks to run, all by default. Nothing is raised for what the store does: see `Report.failed`.
+    """
+    selected = _in_order()
+    if only is not None:
+        unknown = sorted(set(only) - {one.name for one in selected})
+        if unknown:
+            raise ValueError(f"no such check: {', '.join(unknown)}; see check_names()")
+        selected = [one for one in selected if one.name in only]
+    report = Report()
+    missing = await _missing(sink_factory, source_factory, crash, timeout_s)
+    for one in selected:
+        reasons = [missing[need] for need in one.needs if need in missing]
+        if reasons:
+            report.skipped[one.name] = "; ".join(reasons)
+            continue
+        text = await _failure(one, Kit(sink_factory, source_factory, crash), timeout_s)
+        if text:
+            report.failed[one.name] = f"{text}\nrule: {one.rule}"
+        else:
+            report.passed.append(one.name)
+    return report
+
+
+def _in_order() -> list[Check]:
+    order = [module.__name__ for module in _MODULES]
+    return sorted(CHECKS, key=lambda one: order.index(one.run.__module__))
+
+
+async def _missing(
+    sink_factory: SinkFactory, source_factory: SourceFactory, crash: Crash | None, timeout_s: float
+) -> dict[Need, str]:
+    """What the pair can't do, with the reason to skip. A factory that fails hides nothing: the checks will say so."""
+    kit = Kit(sink_factory, source_factory, crash)
+    found: dict[Need, str] = {}
+
+    async def look(_: Kit) -> None:
+        sink, source = await kit.sink(), await kit.source()
+        for need in get_args(Need):
+            if need == "crash":
+                continue
+            places = (source, sink) if need == "reset" else (sink,)
+            if not any(callable(getattr(place, need, None)) for place in places):
+                found[need] = f"needs {need}, which the {'source' if need == 'reset' else 'sink'} doesn't have"
+
+    if crash is None:
+        found["crash"] = "needs the crash hook: pass crash= to check()"
+    await _failure(Check("look", "", (), look), kit, timeout_s)
+    return found
+
+
+async def _failure(one: Check, kit: Kit, timeout_s: float) -> str:
+    """Run one check; what went wrong, or an empty text."""
+    text = await _bounded(asyncio.ensure_future(one.run(kit)), timeout_s)
+    closing = await _bounded(asyncio.ensure_future(kit.close()), min(timeout_s, 10.0))
+    if not text and closing:
+        return f"did: close the instances after the check\n{closing}"
+    return text
+
+
+async def _bounded(task: asyncio.Future[Any], timeout_s: float) -> str:
+    with interrupting_a_blocked_loop(timeout_s + _GRACE_S):
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+        except BaseException:
+            task.cancel()
+            raise
+        if not task.done():
+            where = _waiting_at(task)
+            task.cancel()
+            # Not wait_for: a store that swallows the cancellation would hang the kit.
+            await asyncio.wait({task}, timeout=_GRACE_S)
+            return f"expected: an end within {timeout_s:g} s\nseen: still waiting at\n{where}"
+    if task.cancelled():
+        return "expected: a result or an error\nseen: CancelledError out of the store, though nobody cancelled"
+    error = task.exception()
+    if error is None:
+        return ""
+    return str(error) if type(error) is ViolationError else _unexpected(error)
+
+
+def _unexpected(error: BaseException) -> str:
+    """An error that no check provided for: what the check was doing, and where the store raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    in_check = [frame for frame in frames if frame.filename.startswith(_HERE)]
+    did = f"{in_check[-1].line} (in {in_check[-1].name})" if in_check else "run the check"
+    raised = "\n".join(f"  {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in frames[-3:])
+    message = "".join(traceback.format_exception_only(error)).strip()
+    return f"did: {did}\nexpected: no error\nseen: {message}\n{raised}"
+
+
+def _waiting_at(task: asyncio.Future[Any]) -> str:
+    """The chain of awaits of a task, innermost last."""
+    lines: list[str] = []
+    waiting: Any = task.get_coro() if isinstance(task, asyncio.Task) else None
+    while waiting is not None:
+        frame: FrameType | None = getattr(waiting, "cr_frame", None)
+        if frame is not None:
+            code: CodeType = frame.f_code
+            source = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            lines.append(f"  {code.co_filename}:{frame.f_lineno} {code.co_name}: {source}")
+        waiting = getattr(waiting, "cr_await", None)
+    return "\n".join(lines[-4:]) or "  (unknown)"

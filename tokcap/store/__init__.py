@@ -1,0 +1,12 @@
+"""The file store: segment files per rollout, frozen by hard links and one rename, retired by another.
+
+Reading order: `frame` (the bytes), `records` (what they mean), `layout` (names and states), `fence` (who may write),
+`rollout` (appending), `engine` (who does what when), `lifecycle` (freeze, retire, reset), `snapshot` (reading).
+"""
+
+from __future__ import annotations
+
+from .snapshot import Snapshot
+from .store import FileStore, RolloutStat
+
+__all__ = ("FileStore", "RolloutStat", "Snapshot")

@@ -1,0 +1,338 @@
+"""Frames: the bytes of a segment file, and the verdict on bytes that are wrong.
+
+A segment is a sequence of batches; a batch is what one write and one fdatasync made durable. All integers are
+little-endian, everything starts at a multiple of 8.
+
+    segment  = batch*
+    batch    = frame+ trailer            the last frame of a batch carries LAST_IN_BATCH
+    frame    = header(32) body pad8      body: one msgpack value, see `records`
+    trailer  = 8 bytes                   zeros when written; ACKNOWLEDGED once fdatasync has returned
+
+    header, 32 bytes
+      0  magic        4 bytes "TKCF"
+      4  kind         u8        see `Kind`
+      5  flags        u8        LAST_IN_BATCH, GROUP_CONTINUES
+      6  format       u16       FORMAT_VERSION
+      8  body_length  u32
+     12  sequence     u32       0, 1, 2 ... in this segment, the segment header being 0
+     16  batch        u32       0, 1, 2 ... in this segment
+     20  batch_first  u32       sequence of the first frame of this batch
+     24  body_crc     u32       crc32 of the body
+     28  header_crc   u32       crc32 of the 28 bytes before
+
+Both checksums start from the segment's seed (`segment_seed`), so that a frame copied from another segment, rollout or
+incarnation doesn't pass; the contiguous sequence refuses one moved inside its segment.
+
+Why the verdict can be certain. Batch n + 1 is written only after the fdatasync of batch n returned, to the same
+segment; after a failed one the segment is left alone for good. So a frame of batch n + 1, or the trailer of batch n,
+proves that batch n was durable: whatever is wrong inside it is *damage*. What is wrong above the last proof is a
+*torn tail*: it was never acknowledged (or, after a power cut, it is the one batch whose trailer had not reached the
+disk, and its whole frames are kept).
+
+In the boot that wrote it, a batch without its trailer is never believed: its writer died before the sync returned, or
+the sync failed, and then the page cache shows bytes that the disk does not have. In a later boot what can be read came
+from the disk, so whole frames are believed. A segment is only ever written in one boot (`SegmentHeader.boot_id`).
+The trailer lies inside the bytes that the sync made durable: writing it needs no space and can't fail half-way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import zlib
+from enum import IntEnum
+from typing import Final
+
+import msgspec
+
+__all__ = (
+    "ACKNOWLEDGED",
+    "FORMAT_VERSION",
+    "GROUP_CONTINUES",
+    "HEADER_SIZE",
+    "LAST_IN_BATCH",
+    "TRAILER_SIZE",
+    "Buffer",
+    "Frame",
+    "Gap",
+    "Kind",
+    "Scan",
+    "frame_header",
+    "padding",
+    "scan",
+    "segment_seed",
+)
+
+Buffer = bytes | mmap.mmap
+
+FORMAT_VERSION: Final = 1
+MAGIC: Final = b"TKCF"
+HEADER_SIZE: Final = 32
+TRAILER_SIZE: Final = 8
+UNACKNOWLEDGED: Final = bytes(TRAILER_SIZE)
+ACKNOWLEDGED: Final = b"tokcapOK"
+
+LAST_IN_BATCH: Final = 1
+GROUP_CONTINUES: Final = 2
+"""The frame counts only together with the next one: the choices of one call that were put at once."""
+
+_HEADER = struct.Struct("<4sBBHIIIII")
+_CRC = struct.Struct("<I")
+
+
+class Kind(IntEnum):
+    SEGMENT = 1
+    ENTRY = 2
+    BEGIN = 3
+    SETTLE = 4
+    DELIVERY = 5
+    FINISH = 6
+    SEAL = 7
+    MANIFEST = 8
+    MARKER = 9
+
+
+class Frame(msgspec.Struct, gc=False):
+    """One whole frame: where it stands and what its header says."""
+
+    kind: int
+    flags: int
+    sequence: int
+    batch: int
+    offset: int
+    body_length: int
+    body_crc: int
+
+    @property
+    def body_start(self) -> int:
+        return self.offset + HEADER_SIZE
+
+    @property
+    def body_end(self) -> int:
+        return self.offset + HEADER_SIZE + self.body_length
+
+    @property
+    def end(self) -> int:
+        return _aligned(self.body_end)
+
+
+class Gap(msgspec.Struct):
+    """Bytes that are no frames although frames must have been there."""
+
+    offset: int
+    end: int
+    sequence: int
+    """Of the first frame that is missing."""
+    batch: int | None = None
+    """Known only if the header of the frame survived."""
+
+
+class Scan(msgspec.Struct):
+    """What a stretch of a segment holds."""
+
+    frames: list[Frame]
+    """Believed frames, in order."""
+    damage: list[Gap]
+    """Bytes that were durable and are not whole any more."""
+    torn: Gap | None
+    """The unacknowledged tail, if there is one: dropped."""
+    end: int
+    """Where the believed bytes end, the trailer of the last batch not counted (it may not be synced)."""
+    append_at: int | None
+    """Where the next batch may be written; None if nothing may follow here."""
+    next_sequence: int
+    next_batch: int
+
+
+def segment_seed(incarnation: str, name: str) -> int:
+    """The start value of the checksums of one file of an incarnation; never 0, so that zeros are never a valid frame."""
+    return zlib.crc32(f"{incarnation}/{name}".encode()) or 1
+
+
+def padding(length: int) -> int:
+    """How many bytes bring `length` to a multiple of 8."""
+    return -length % 8
+
+
+def _aligned(offset: int) -> int:
+    return (offset + 7) & ~7
+
+
+def frame_header(
+    kind: int, flags: int, body_length: int, sequence: int, batch: int, batch_first: int, body_crc: int, seed: int
+) -> bytes:
+    """The 32 bytes in front of a body whose crc32 (from `seed`) is `body_crc`."""
+    head = _HEADER.pack(MAGIC, kind, flags, FORMAT_VERSION, body_length, sequence, batch, batch_first, body_crc)
+    return head + _CRC.pack(zlib.crc32(head, seed))
+
+
+class _Header(msgspec.Struct, gc=False):
+    frame: Frame
+    batch_first: int
+
+
+def _header_at(data: Buffer, offset: int, limit: int, seed: int) -> _Header | None:
+    if offset + HEADER_SIZE > limit:
+        return None
+    head = data[offset : offset + HEADER_SIZE]
+    if head[:4] != MAGIC or _CRC.unpack_from(head, 28)[0] != zlib.crc32(head[:28], seed):
+        return None
+    _, kind, flags, _, body_length, sequence, batch, batch_first, body_crc = _HEADER.unpack_from(head)
+    return _Header(Frame(kind, flags, sequence, batch, offset, body_length, body_crc), batch_first)
+
+
+def _next_header(data: Buffer, offset: int, limit: int, seed: int, sequence: int) -> _Header | None:
+    """The first valid header above `offset` that can follow frame `sequence - 1`."""
+    found = data.find(MAGIC, offset, limit)
+    while found >= 0:
+        if found % 8 == 0:
+            header = _header_at(data, found, limit, seed)
+            if header is not None and header.frame.sequence >= sequence:
+                return header
+        found = data.find(MAGIC, found + 1, limit)
+    return None
+
+
+def scan(
+    data: Buffer,
+    seed: int,
+    *,
+    limit: int,
+    sealed_end: int = 0,
+    believe_tail: bool = False,
+    start: int = 0,
+    sequence: int = 0,
+    batch: int = 0,
+) -> Scan:
+    """Read the frames of `data[start:limit]` and judge what is wrong between them.
+
+    `sealed_end`: bytes below it are known to have been durable (a manifest, a footer or a successor says so).
+    `believe_tail`: whole frames above the last proof count (the segment is of an earlier boot).
+    `start, sequence, batch`: where an earlier scan ended, to read only what was added since.
+    """
+    reader = _Reader(data, seed, limit, sealed_end, start, sequence, batch)
+    reader.walk()
+    return reader.verdict(believe_tail)
+
+
+class _Reader:
+    """One walk over a segment. `walk` collects, `verdict` decides once the last proof is known."""
+
+    def __init__(
+        self, data: Buffer, seed: int, limit: int, sealed_end: int, start: int, sequence: int, batch: int
+    ) -> None:
+        self.data, self.seed, self.limit, self.sealed_end = data, seed, limit, sealed_end
+        self.offset, self.sequence = start, sequence
+        self.start, self.start_batch = start, batch
+        self.proven = batch - 1
+        """Every batch up to this one was durable."""
+        self.frames: list[Frame] = []
+        self.gaps: list[tuple[Gap, _Header | None]] = []
+        """Each with the header that follows it."""
+        self.batch_closed = True
+        """The last frame ended its batch and its trailer was seen."""
+        self.acknowledged = True
+        self.next_batch = batch
+
+    def walk(self) -> None:
+        view = memoryview(self.data)
+        while self.offset < self.limit:
+            header = _header_at(self.data, self.offset, self.limit, self.seed)
+            if header is None or header.frame.sequence < self.sequence:
+                header = _next_header(self.data, self.offset + 1, self.limit, self.seed, self.sequence)
+                until = self.limit if header is None else header.frame.offset
+                self._add_gap(until, None, header)
+                continue
+            if header.frame.sequence > self.sequence:
+                self._add_gap(self.offset, None, header)
+            self._take(header, view)
+
+    def _add_gap(self, until: int, batch: int | None, follower: _Header | None) -> None:
+        self.gaps.append((Gap(self.offset, until, self.sequence, batch), follower))
+        self.offset = until
+        self.batch_closed = False
+        if follower is not None:
+            self.sequence = follower.frame.sequence
+
+    def _take(self, header: _Header, view: memoryview) -> None:
+        frame = header.frame
+        self.proven = max(self.proven, frame.batch - 1)
+        self.next_batch = frame.batch + 1
+        if frame.body_end > self.limit:
+            # The header is whole and its length can be trusted: the body was cut off.
+            self._add_gap(self.limit, frame.batch, None)
+            return
+        whole = zlib.crc32(view[frame.body_start : frame.body_end], self.seed) == frame.body_crc
+        if whole:
+            self.frames.append(frame)
+        else:
+            self.gaps.append((Gap(frame.offset, frame.end, frame.sequence, frame.batch), None))
+        self.offset = min(frame.end, self.limit)
+        self.sequence = frame.sequence + 1
+        self.batch_closed = False
+        if frame.flags & LAST_IN_BATCH:
+            trailer = self.data[self.offset : min(self.offset + TRAILER_SIZE, self.limit)]
+            # Any byte that isn't zero was written after the sync returned.
+            self.acknowledged = any(trailer)
+            if self.acknowledged:
+                self.proven = max(self.proven, frame.batch)
+            self.offset += len(trailer)
+            self.batch_closed = len(trailer) == TRAILER_SIZE
+
+    def verdict(self, believe_tail: bool) -> Scan:
+        damage: list[Gap] = []
+        torn: Gap | None = None
+        # A torn write does not end in the word that is written after the sync.
+        ends_acknowledged = (
+            self.limit >= TRAILER_SIZE and self.data[self.limit - TRAILER_SIZE : self.limit] == ACKNOWLEDGED
+        )
+        for gap, follower in self.gaps:
+            if self._was_durable(gap, follower) or (follower is None and gap.batch is None and ends_acknowledged):
+                damage.append(gap)
+            elif torn is None:
+                torn = gap
+        believed = [f for f in self.frames if f.batch <= self.proven or f.offset < self.sealed_end or believe_tail]
+        if torn is not None:
+            believed = [f for f in believed if f.offset < torn.offset]
+        believed = self._drop_open_group(believed)
+        if len(believed) < len(self.frames):
+            first = self.frames[len(believed)]
+            if torn is None or first.offset < torn.offset:
+                torn = Gap(first.offset, self.limit, first.sequence, first.batch)
+        if torn is not None:
+            torn.end = self.limit
+        end = max([self.start] + [f.end for f in believed[-1:]] + [g.end for g in damage])
+        clean = torn is None and self.batch_closed and self.acknowledged and self.offset == self.limit
+        if damage and damage[-1].end == self.limit:
+            clean = False
+        return Scan(
+            frames=believed,
+            damage=damage,
+            torn=torn,
+            end=end,
+            append_at=self.limit if clean else None,
+            next_sequence=self.sequence,
+            next_batch=self.next_batch,
+        )
+
+    def _was_durable(self, gap: Gap, follower: _Header | None) -> bool:
+        if gap.offset < self.sealed_end:
+            return True
+        if gap.batch is not None:
+            return gap.batch <= self.proven
+        if follower is None:
+            return False
+        # The lost frames belong to a batch before the follower's, unless the follower's batch began among them.
+        return gap.sequence < follower.batch_first or follower.frame.batch <= self.proven
+
+    def _drop_open_group(self, believed: list[Frame]) -> list[Frame]:
+        """Leave out a group at the end that lacks its last members: it was never acknowledged."""
+        if not believed or not believed[-1].flags & GROUP_CONTINUES:
+            return believed
+        last = believed[-1]
+        if last.batch <= self.proven or last.offset < self.sealed_end:
+            return believed  # it was whole once; its other members are damage
+        keep = len(believed)
+        while keep and believed[keep - 1].flags & GROUP_CONTINUES and believed[keep - 1].batch == last.batch:
+            keep -= 1
+        return believed[:keep]

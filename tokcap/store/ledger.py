@@ -1,0 +1,255 @@
+"""The ledger: what is known of every call of a rollout, folded from the frames of its log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import msgspec
+import numpy as np
+
+from ..protocol import CallRecord, Delivered, Outcome
+from .prefix import Node, common_prefix
+from .records import NO_BASE, BeginRecord, DeliveryRecord, EntryHead, FinishRecord, SettleRecord
+
+__all__ = ("Call", "Damage", "DigestChain", "Ledger")
+
+_DIGEST_SIZE = 16
+_DIGEST_LEAVES = 8
+
+
+class DigestChain(Sequence[bytes]):
+    """Request digests of one call: what it shares with an earlier one, and its own. Made when asked."""
+
+    __slots__ = ("_made", "own", "parent", "shared")
+
+    def __init__(self, own: bytes, parent: DigestChain | None = None, shared: int = 0) -> None:
+        self.own, self.parent, self.shared = own, parent, shared
+        self._made: tuple[bytes, ...] | None = None
+
+    def joined(self) -> bytes:
+        """All digests in one piece."""
+        parts: list[bytes] = []
+        chain: DigestChain | None = self
+        end = len(self) * _DIGEST_SIZE
+        while chain is not None and end > 0:
+            begin = chain.shared * _DIGEST_SIZE
+            if end > begin:
+                parts.append(chain.own[: end - begin])
+                end = begin
+            chain = chain.parent
+        return b"".join(reversed(parts))
+
+    def _all(self) -> tuple[bytes, ...]:
+        if self._made is None:
+            joined = self.joined()
+            self._made = tuple(joined[i : i + _DIGEST_SIZE] for i in range(0, len(joined), _DIGEST_SIZE))
+        return self._made
+
+    def __len__(self) -> int:
+        return self.shared + len(self.own) // _DIGEST_SIZE
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (Sequence, DigestChain)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._all())
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} request digests>"
+
+
+_NO_DIGESTS = DigestChain(b"")
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """Bytes that were durable and can't be read any more."""
+
+    path: str
+    offset: int
+    end: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: bytes {self.offset}..{self.end}: {self.reason}"
+
+
+class Call(msgspec.Struct):
+    """Every statement that the log makes about one call."""
+
+    model_call_id: str
+    choices: int = 1
+    boot_id: str = ""
+    begun_at: int | None = None
+    """Nanoseconds of CLOCK_BOOTTIME."""
+    ended_at: int | None = None
+    writer: str = ""
+    stored: int = 0
+    """Choices with a readable entry."""
+    conflict: bool = False
+    aborted: bool = False
+    lost: bool = False
+    no_generation: bool = False
+    delivered: Delivered = "unknown"
+    retry_count: int = 0
+    idempotency_key: str = ""
+    digests: DigestChain = _NO_DIGESTS
+    details: dict[str, str] = {}
+
+    @property
+    def outcome(self) -> Outcome:
+        """The first that holds of conflict, aborted, recorded, lost, no_generation, open (contract, section 4)."""
+        if self.conflict:
+            return "conflict"
+        if self.aborted:
+            return "aborted"
+        if self.stored and self.stored >= self.choices:
+            return "recorded"
+        if self.lost or (self.no_generation and self.stored):
+            # Some choices are stored, so "nothing was sampled" is wrong, and the others are missing.
+            return "lost"
+        return "no_generation" if self.no_generation else "open"
+
+    def record(self) -> CallRecord:
+        outcome = self.outcome
+        return CallRecord(
+            model_call_id=self.model_call_id,
+            outcome=outcome,
+            boot_id=self.boot_id,
+            begun_at=None if self.begun_at is None else self.begun_at / 1e9,
+            ended_at=None if self.ended_at is None else self.ended_at / 1e9,
+            delivered=self.delivered,
+            retry_count=self.retry_count,
+            idempotency_key=self.idempotency_key,
+            request_digests=self.digests,
+            detail=self.details.get(outcome, ""),
+        )
+
+
+EntryKey = tuple[str, int]
+
+
+class Ledger:
+    """Calls, entries and notes of one incarnation, in the order of the log."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Call] = {}
+        self.nodes: list[Node] = []
+        self.contents: dict[EntryKey, list[int]] = {}
+        """Nodes of each entry: one, or several different ones where the call is in conflict."""
+        self.finish: FinishRecord | None = None
+        self.damage: list[Damage] = []
+        self._digest_leaves: list[tuple[int, DigestChain]] = []
+        """BEGIN frames of the segment being written that a later request may repeat."""
+
+    def call(self, model_call_id: str) -> Call:
+        call = self.calls.get(model_call_id)
+        if call is None:
+            call = self.calls[model_call_id] = Call(model_call_id)
+        return call
+
+    # ---- one frame each
+
+    def begin(self, record: BeginRecord, frame_sequence: int, boot_id: str, *, writing: bool) -> None:
+        call = self.call(record.model_call_id)
+        parent = self._digests_of(record.digests_base)
+        if parent is None and record.digests_shared:
+            chain = _NO_DIGESTS  # the frame that they repeat is damaged
+        else:
+            chain = DigestChain(record.digests, parent, record.digests_shared)
+        if call.begun_at is None:
+            call.choices, call.writer = record.choices, record.writer
+            call.boot_id, call.begun_at = boot_id, record.at
+            call.retry_count, call.idempotency_key = record.retry_count, record.idempotency_key
+            call.digests = chain
+        if len(chain):
+            self._digest_leaves.append((frame_sequence, chain))
+            if writing:
+                del self._digest_leaves[:-_DIGEST_LEAVES]
+
+    def entry(self, head: EntryHead, node: Node, boot_id: str) -> int:
+        """Add an entry; the caller has made sure that it differs from those of the same identity."""
+        index = len(self.nodes)
+        self.nodes.append(node)
+        contents = self.contents.setdefault((head.model_call_id, head.choice_index), [])
+        contents.append(index)
+        call = self.call(head.model_call_id)
+        if len(contents) == 1:
+            call.stored += 1
+        else:
+            call.conflict = True
+        self._ended(call, head.at, boot_id)
+        return index
+
+    def settle(self, record: SettleRecord, boot_id: str) -> None:
+        call = self.call(record.model_call_id)
+        setattr(call, record.outcome, True)
+        if record.detail:
+            call.details = {**call.details, record.outcome: record.detail}
+        self._ended(call, record.at, boot_id)
+
+    def delivery(self, record: DeliveryRecord) -> None:
+        call = self.calls.get(record.model_call_id)
+        if call is not None:
+            call.delivered = record.delivered  # type: ignore[assignment]
+
+    def lose(self, head: EntryHead, why: Damage) -> None:
+        """An entry whose frame is whole but whose prompt runs through damage."""
+        call = self.call(head.model_call_id)
+        call.lost = True
+        call.details = {**call.details, "lost": f"its prompt runs through damage in {why}"}
+
+    def _ended(self, call: Call, at: int, boot_id: str) -> None:
+        if call.boot_id and call.boot_id != boot_id:
+            call.begun_at = None  # another boot: the two times can't be compared
+        call.boot_id, call.ended_at = boot_id, at
+
+    # ---- request digests
+
+    def segment_started(self) -> None:
+        """Frames of the next segment refer to nothing before it."""
+        self._digest_leaves.clear()
+
+    def loaded(self) -> None:
+        """The log was read to its end; keep only what a next request may repeat."""
+        del self._digest_leaves[:-_DIGEST_LEAVES]
+
+    def share_digests(self, digests: bytes) -> tuple[int, int]:
+        """The BEGIN frame that shares most leading digests with these, and how many; `(NO_BASE, 0)` if none."""
+        best, most = NO_BASE, 0
+        wanted = np.frombuffer(digests, np.uint8)
+        for frame_sequence, chain in self._digest_leaves[-_DIGEST_LEAVES:]:
+            shared = common_prefix(wanted, np.frombuffer(chain.joined(), np.uint8)) // _DIGEST_SIZE
+            if shared > most:
+                best, most = frame_sequence, shared
+        return best, most
+
+    def _digests_of(self, frame_sequence: int) -> DigestChain | None:
+        if frame_sequence == NO_BASE:
+            return None
+        for known, chain in reversed(self._digest_leaves):
+            if known == frame_sequence:
+                return chain
+        return None
+
+    # ---- the whole
+
+    @property
+    def incomplete(self) -> bool:
+        """A call is lost, open or in conflict, or damage was found."""
+        return bool(self.damage) or any(c.outcome in ("lost", "open", "conflict") for c in self.calls.values())
+
+    def call_records(self) -> list[CallRecord]:
+        """One per call, and one nameless lost call for each damaged place."""
+        records = [call.record() for call in self.calls.values()]
+        return records + [CallRecord("", "lost", detail=str(damage)) for damage in self.damage]

@@ -1,0 +1,246 @@
+"""The operations that end a log: freeze, late versions, retire, reset.
+
+Each takes effect by one atomic rename, made under the fence of the rollout and published by a sync of its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from zlib import crc32
+
+from ..errors import CorruptError, RetiredError
+from .batch import Batch
+from .files import Files, durability_error
+from .frame import Kind
+from .layout import SEALED, Directory, LinkName, SegmentName, Tombstone, remove_tree
+from .log import LogReader
+from .manifest import IndexedSegment
+from .notes import Notes
+from .operations import Operation, RecordOperation
+from .records import DeliveryRecord
+from .rollout import OpenLog, OpenSegment, Rollout
+from .snapshot import Snapshot, index_of, links_of, open_snapshot, publish, read_published
+
+__all__ = ("Freeze", "Reset", "Retire", "Seal", "apply_to_frozen")
+
+
+class Lifecycle(Operation):
+    """An operation that is run alone, on what the directory shows."""
+
+    __slots__ = ()
+
+    def run(self, rollout: Rollout) -> object:
+        raise NotImplementedError
+
+
+class Freeze(Lifecycle):
+    """Fence the rollout and publish its snapshot, or open the one that is published."""
+
+    __slots__ = ()
+
+    creates = True
+
+    def run(self, rollout: Rollout) -> Snapshot:
+        directory = rollout.look()
+        files = rollout.files
+        if directory.state == "retired":
+            raise RetiredError(f"rollout {rollout.rollout_id} was consumed and retired")
+        if directory.state != "frozen":
+            rollout.drop()
+            try:
+                self._publish_first(rollout, directory)
+            except OSError as error:
+                raise durability_error(
+                    error, f"rollout {rollout.rollout_id}: can't publish a snapshot", rollout.path
+                ) from error
+            directory = rollout.look()
+        try:
+            return open_snapshot(files, directory, rollout.rollout_id, rollout.boot_id)
+        except OSError as error:
+            raise durability_error(
+                error, f"rollout {rollout.rollout_id}: can't open its snapshot", directory.snapshot_path
+            ) from error
+
+    def _publish_first(self, rollout: Rollout, directory: Directory) -> None:
+        files = rollout.files
+        if not directory.incarnation:
+            directory.incarnation = os.urandom(16).hex()
+            files.mkdir(directory.incarnation_path)
+        reader = LogReader(files, rollout.rollout_id, directory.incarnation, rollout.boot_id)
+        reader.keep_buffers = True
+        reader.read_open(directory)
+        sources, segments = links_of(reader)
+        publish(files, directory, index_of(reader, 1, segments), sources)
+        if not any(read.scan.frames for read in reader.segments):
+            files.fsync(rollout.fence_fd)
+            files.fsync_directory(os.path.dirname(rollout.path))
+
+
+def apply_to_frozen(rollout: Rollout, directory: Directory, operation: RecordOperation) -> None:
+    """Do a record operation on a frozen rollout: refuse it, note it, or publish a new version because of it."""
+    files = rollout.files
+    reader, links = read_published(files, directory, rollout.rollout_id, rollout.boot_id)
+    log = OpenLog(directory, reader)
+    number = links[-1].number + 1 if links else 1
+    reader.opened(number, f"{directory.snapshot_path}/{number:06d}")
+    batch = Batch(seed=reader.seed(number), offset=0, sequence=0, number=0)
+    header = batch.add_header(rollout.rollout_id, directory.incarnation, number, rollout.boot_id, time.time(), 0)
+    log.segment = OpenSegment(SegmentName(number, SEALED), "", batch.seed, header)
+    notes = Notes(files, directory.incarnation_path, directory.incarnation, directory.notes)
+    if not operation.apply_late(log, batch, notes):
+        return
+    for note in notes.read():
+        if isinstance(note, DeliveryRecord):
+            batch.add_record(Kind.DELIVERY, note)
+            log.ledger.delivery(note)
+        else:
+            batch.add_record(Kind.SETTLE, note)
+            log.ledger.settle(note, rollout.boot_id)
+    _publish_next(rollout, directory, reader, links, LinkName(number, batch.end), batch)
+
+
+def _publish_next(
+    rollout: Rollout,
+    directory: Directory,
+    reader: LogReader,
+    links: list[LinkName],
+    created: LinkName,
+    batch: Batch,
+) -> None:
+    files = rollout.files
+    buffers = batch.buffers(trailer=False)
+    crc = 0
+    for buffer in buffers:
+        crc = crc32(buffer, crc)
+    segments = [
+        IndexedSegment(link.number, link.length, crc32(memoryview(reader.buffers[link.number])[: link.length]))
+        for link in links
+    ]
+    segments.append(IndexedSegment(created.number, created.length, crc))
+    index = index_of(reader, directory.version + 1, segments)
+    sources = [(f"{directory.snapshot_path}/{link}", link) for link in links]
+    publish(files, directory, index, sources, (created, buffers))
+    _try_remove(files, directory.snapshot_path)
+
+
+class Retire(Lifecycle):
+    """Remove exactly the snapshot that was consumed. True if it is gone, now or since an earlier call."""
+
+    __slots__ = ("snapshot_id", "version")
+
+    def __init__(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        super().__init__(rollout_id)
+        self.snapshot_id, self.version = snapshot_id, version
+
+    def run(self, rollout: Rollout) -> bool:
+        directory = rollout.look()
+        if directory.tombstone is not None:
+            exact = (directory.tombstone.incarnation, directory.tombstone.version)
+            if exact == (self.snapshot_id, self.version):
+                _remove_payload(rollout.files, directory.tombstone_path)
+                return True
+            return False
+        if directory.state != "frozen" or (directory.incarnation, directory.version) != (self.snapshot_id, self.version):
+            return False
+        rollout.drop()
+        files = rollout.files
+        tombstone = f"{rollout.path}/{Tombstone(directory.incarnation, directory.version, time.time())}"
+        try:
+            files.rename(directory.incarnation_path, tombstone)
+            files.fsync(rollout.fence_fd)
+        except OSError as error:
+            raise durability_error(error, f"rollout {rollout.rollout_id}: can't retire it", rollout.path) from error
+        _remove_payload(files, tombstone)
+        return True
+
+
+def _remove_payload(files: Files, tombstone: str) -> None:
+    """Delete what a tombstone doesn't need; what fails is left to the sweep."""
+    try:
+        names = files.listdir(tombstone)
+    except OSError:
+        return
+    for name in names:
+        if not name.startswith("note-"):
+            _try_remove(files, f"{tombstone}/{name}")
+
+
+def _try_remove(files: Files, path: str) -> None:
+    try:
+        remove_tree(files, path)
+    except OSError:
+        return
+
+
+class Reset(Lifecycle):
+    """Back to absent, from any state. `retired_before`: only a tombstone older than that (unix seconds)."""
+
+    __slots__ = ("changed_before", "retired_before")
+
+    def __init__(
+        self, rollout_id: str, *, retired_before: float | None = None, changed_before: float | None = None
+    ) -> None:
+        super().__init__(rollout_id)
+        self.retired_before, self.changed_before = retired_before, changed_before
+
+    def run(self, rollout: Rollout) -> bool:
+        files = rollout.files
+        try:
+            directory = rollout.look()
+        except CorruptError:
+            if self.retired_before is not None or self.changed_before is not None:
+                raise
+            names = [name for name in files.listdir(rollout.path) if not name.endswith(".trash")]
+        else:
+            if not self._is_meant(files, directory):
+                return False
+            names = [str(directory.tombstone)] if directory.tombstone else []
+            if directory.incarnation and not directory.tombstone:
+                names.append(directory.incarnation)
+        rollout.drop()
+        trash = []
+        try:
+            for name in names:
+                target = f"{rollout.path}/{name[:32]}.trash"
+                files.rename(f"{rollout.path}/{name}", target)
+                trash.append(target)
+            if trash:
+                files.fsync(rollout.fence_fd)
+        except OSError as error:
+            raise durability_error(error, f"rollout {rollout.rollout_id}: can't reset it", rollout.path) from error
+        for target in trash:
+            _try_remove(files, target)
+        try:
+            files.rmdir(rollout.path)
+        except OSError:
+            return bool(names)  # not empty yet; an empty directory shows nothing, the sweep removes it
+        return bool(names)
+
+    def _is_meant(self, files: Files, directory: Directory) -> bool:
+        if self.retired_before is not None:
+            return directory.tombstone is not None and directory.tombstone.retired_at <= self.retired_before
+        if self.changed_before is not None:
+            return (
+                directory.state in ("open", "frozen")
+                and files.stat(directory.incarnation_path).st_mtime <= self.changed_before
+                and all(
+                    files.stat(f"{directory.incarnation_path}/{name}").st_mtime <= self.changed_before
+                    for name in directory.segments
+                )
+            )
+        return True
+
+
+class Seal(Lifecycle):
+    """Close this store's open segment, at the end of its life."""
+
+    __slots__ = ()
+
+    def run(self, rollout: Rollout) -> None:
+        directory = rollout.look()
+        if directory.state == "open":
+            if rollout.log is None or not rollout.is_current():
+                rollout.load(directory)
+            rollout.seal()
+        rollout.drop()

@@ -1,0 +1,158 @@
+"""The manifest of a snapshot: an index of what its segments hold, so that opening needs no scan.
+
+It holds nothing that the segments and the names of their links don't say: a damaged one is made again from them.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from ..protocol import CallRecord
+from .frame import FORMAT_VERSION, LAST_IN_BATCH, Buffer, Kind, frame_header, scan, segment_seed
+from .ledger import Damage, DigestChain, Ledger
+from .prefix import Node
+
+__all__ = ("Index", "IndexedSegment", "decode_manifest", "encode_manifest")
+
+MOST_BYTES = 1 << 30
+_COLUMNS = 9
+
+
+class IndexedSegment(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    length: int
+    crc: int
+    """crc32 of the first `length` bytes of the file."""
+
+
+class _CallRow(msgspec.Struct, array_like=True, gc=False):
+    record: tuple[str, str, str, float | None, float | None, str, int, str, str]
+    digests_of: int
+    """Row whose digests these extend, or -1."""
+    digests_shared: int
+    digests: bytes
+
+
+class Index(msgspec.Struct, array_like=True):
+    """What a snapshot knows before it looks into its segments."""
+
+    format: int
+    rollout_id: str
+    snapshot_id: str
+    version: int
+    frozen_at: float
+    incomplete: bool
+    segments: list[IndexedSegment]
+    node_table: bytes
+    """int64 [N, 9]: the fields of `Node`."""
+    chosen: list[int]
+    """The node of each entry of the snapshot."""
+    call_table: msgspec.Raw
+    damage: list[Damage]
+    torn: list[Damage]
+    meta: msgspec.Raw
+    """What `finish` was told, encoded."""
+    finished_at: float | None
+
+    def nodes(self) -> list[Node]:
+        table = np.frombuffer(self.node_table, "<i8").reshape(-1, _COLUMNS).tolist()
+        return [Node(*row) for row in table]
+
+    def calls(self) -> tuple[CallRecord, ...]:
+        rows = _decode_rows(self.call_table)
+        chains: list[DigestChain] = []
+        for row in rows:
+            parent = chains[row.digests_of] if row.digests_of >= 0 else None
+            chains.append(DigestChain(row.digests, parent, row.digests_shared))
+        return tuple(_record(row, chain) for row, chain in zip(rows, chains, strict=True))
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_index = msgspec.msgpack.Decoder(Index).decode
+_decode_rows = msgspec.msgpack.Decoder(list[_CallRow]).decode
+
+
+def _record(row: _CallRow, digests: DigestChain) -> CallRecord:
+    call, outcome, boot_id, begun_at, ended_at, delivered, retries, key, detail = row.record
+    return CallRecord(
+        call,
+        outcome,  # type: ignore[arg-type]
+        boot_id,
+        begun_at,
+        ended_at,
+        delivered,  # type: ignore[arg-type]
+        retries,
+        key,
+        digests if len(digests) else (),
+        detail,
+    )
+
+
+def encode_calls(ledger: Ledger) -> msgspec.Raw:
+    rows: list[_CallRow] = []
+    row_of: dict[int, int] = {}
+    for record in ledger.call_records():
+        chain = record.request_digests
+        own, shared, parent_row = b"", 0, -1
+        if isinstance(chain, DigestChain):
+            parent = chain.parent
+            if parent is not None and id(parent) in row_of:
+                own, shared, parent_row = chain.own, chain.shared, row_of[id(parent)]
+            else:
+                own = chain.joined()
+            row_of[id(chain)] = len(rows)
+        rows.append(
+            _CallRow(
+                (
+                    record.model_call_id,
+                    record.outcome,
+                    record.boot_id,
+                    record.begun_at,
+                    record.ended_at,
+                    record.delivered,
+                    record.retry_count,
+                    record.idempotency_key,
+                    record.detail,
+                ),
+                parent_row,
+                shared,
+                own,
+            )
+        )
+    return msgspec.Raw(_encode(rows))
+
+
+def encode_nodes(nodes: list[Node]) -> bytes:
+    rows = [
+        (n.segment, n.sequence, n.body_start, n.body_length, n.body_crc, n.parent, n.shared, n.prompt, n.total)
+        for n in nodes
+    ]
+    return np.array(rows, "<i8").reshape(-1, _COLUMNS).tobytes()
+
+
+def _seed(snapshot_id: str, version: int) -> int:
+    return segment_seed(snapshot_id, f"manifest-{version}")
+
+
+def encode_manifest(index: Index) -> list[bytes | memoryview]:
+    """The one frame of a manifest file."""
+    body = _encode(index)
+    seed = _seed(index.snapshot_id, index.version)
+    return [frame_header(Kind.MANIFEST, LAST_IN_BATCH, len(body), 0, 0, 0, crc32(body, seed), seed), body]
+
+
+def decode_manifest(data: Buffer, rollout_id: str, snapshot_id: str, version: int) -> Index | None:
+    """The index in a manifest file, or None if the file is damaged or another snapshot's."""
+    found = scan(data, _seed(snapshot_id, version), limit=len(data), sealed_end=len(data))
+    if len(found.frames) != 1 or found.frames[0].kind != Kind.MANIFEST:
+        return None
+    frame = found.frames[0]
+    try:
+        index = _decode_index(memoryview(data)[frame.body_start : frame.body_end])
+    except msgspec.DecodeError:
+        return None
+    same = (index.rollout_id, index.snapshot_id, index.version) == (rollout_id, snapshot_id, version)
+    return index if same and index.format <= FORMAT_VERSION else None

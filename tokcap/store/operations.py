@@ -1,0 +1,402 @@
+"""What can be done to a rollout: one class per operation, one method per column of the state table.
+
+| method | the rollout is |
+|---|---|
+| `apply` | absent or open: add frames to the batch, or nothing for a repetition |
+| `apply_late` | frozen: add frames and say whether an outcome changes, or write a note |
+| `apply_retired` | retired: write a note, or refuse |
+
+An operation that must raise after its record is durable leaves the error in `verdict`. Everything here runs under the
+fence of the rollout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ..content import encode_content
+from ..entry import TokenEntry, identical
+from ..errors import ConflictError, FrozenError, RetiredError, StaleAttemptError, TokcapError
+from ..protocol import Delivered, RolloutState, SettledOutcome
+from .batch import Batch
+from .frame import GROUP_CONTINUES, Kind
+from .ledger import Call
+from .notes import Notes
+from .prefix import NO_PARENT, Node
+from .records import (
+    NO_BASE,
+    BeginRecord,
+    DeliveryRecord,
+    FinishRecord,
+    SettleRecord,
+    encode_contents,
+    encode_entry,
+)
+from .rollout import OpenLog
+
+__all__ = ("Attempts", "Begin", "Deliver", "Finish", "Operation", "Put", "RecordOperation", "Settle", "boot_clock")
+
+
+_REMEMBERED_ATTEMPTS = 10_000
+"""Ended calls that are remembered in case a straggler says more of them."""
+
+
+def boot_clock() -> int:
+    """CLOCK_BOOTTIME in nanoseconds: counts on while the machine sleeps, never set back."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+class Operation:
+    """Something to be done to one rollout, by whoever serves its queue."""
+
+    __slots__ = ("deadline", "error", "result", "rollout_id", "waiter")
+
+    creates = False
+    """Whether it makes a rollout that is absent."""
+
+    def __init__(self, rollout_id: str) -> None:
+        self.rollout_id = rollout_id
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.waiter: Any = None
+        self.deadline = 0.0
+
+
+class Attempts:
+    """In which incarnation this store object began its calls. Open calls are never forgotten."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], str] = {}
+        self._ended: dict[tuple[str, str], str] = {}
+
+    def incarnation(self, rollout_id: str, call: str) -> str | None:
+        key = (rollout_id, call)
+        return self._open.get(key) or self._ended.get(key)
+
+    def began(self, rollout_id: str, call: str, incarnation: str) -> None:
+        self._ended.pop((rollout_id, call), None)
+        self._open[rollout_id, call] = incarnation
+
+    def ended(self, rollout_id: str, call: str) -> None:
+        incarnation = self._open.pop((rollout_id, call), None)
+        if incarnation is not None:
+            self._ended[rollout_id, call] = incarnation
+            while len(self._ended) > _REMEMBERED_ATTEMPTS:
+                try:
+                    self._ended.pop(next(iter(self._ended)), None)
+                except (StopIteration, RuntimeError):
+                    return  # another thread is doing the same
+
+
+class RecordOperation(Operation):
+    """An operation that says something in the log."""
+
+    __slots__ = ("attempts", "verdict")
+
+    creates = True
+
+    def __init__(self, rollout_id: str) -> None:
+        super().__init__(rollout_id)
+        self.verdict: TokcapError | None = None
+        self.attempts: Attempts | None = None
+
+    @property
+    def calls(self) -> Sequence[str]:
+        """The calls it speaks of."""
+        return ()
+
+    def check_attempt(self, state: RolloutState, incarnation: str) -> None:
+        """Refuse what belongs to an earlier life of the rollout id."""
+        for call in self.calls:
+            began = self.attempts.incarnation(self.rollout_id, call) if self.attempts is not None else None
+            if began is not None and (state == "absent" or incarnation != began):
+                raise StaleAttemptError(
+                    f"rollout {self.rollout_id}, call {call}: the rollout was reset since this call began; "
+                    "nothing was stored, drop the answer"
+                )
+
+    def done(self, incarnation: str) -> None:
+        """It is durable, in this incarnation."""
+        if self.attempts is not None:
+            for call in self.calls:
+                self.attempts.ended(self.rollout_id, call)
+
+    def apply(self, log: OpenLog, batch: Batch) -> None:
+        raise NotImplementedError
+
+    def apply_late(self, log: OpenLog, batch: Batch, notes: Notes) -> bool:
+        """On a frozen rollout; True if frames were added that change an outcome."""
+        raise self.frozen()
+
+    def apply_retired(self, notes: Notes) -> None:
+        raise RetiredError(f"rollout {self.rollout_id} was consumed and retired; nothing was stored")
+
+    def frozen(self) -> FrozenError:
+        return FrozenError(
+            f"rollout {self.rollout_id} is frozen; {type(self).__name__.lower()} of {', '.join(self.calls) or 'it'} "
+            "came too late and nothing was stored"
+        )
+
+
+class Put(RecordOperation):
+    """Store entries; those of one call become durable together or not at all."""
+
+    __slots__ = ("contents", "entries", "require_intent")
+
+    def __init__(self, entries: Sequence[TokenEntry], *, require_intent: bool = False) -> None:
+        super().__init__(entries[0].rollout_id)
+        self.entries = entries
+        # Encoded now: the caller may change a dict of the entry as soon as it has control again.
+        self.contents = [encode_contents(entry) for entry in entries]
+        self.require_intent = require_intent
+
+    @property
+    def calls(self) -> Sequence[str]:
+        return list(dict.fromkeys(entry.model_call_id for entry in self.entries))
+
+    def apply(self, log: OpenLog, batch: Batch) -> None:
+        if self.require_intent:
+            self._check_intents(log)
+        fresh: list[int] = []
+        for position, entry in enumerate(self.entries):
+            known = self._compare(log, entry)
+            if known == "same":
+                continue
+            if known == "other":
+                self.verdict = self._conflict(entry)
+            fresh.append(position)
+        for position in fresh:
+            entry = self.entries[position]
+            more = position != fresh[-1] and self.entries[position + 1].model_call_id == entry.model_call_id
+            add_entry(log, batch, entry, self.contents[position], GROUP_CONTINUES if more else 0)
+
+    def apply_late(self, log: OpenLog, batch: Batch, notes: Notes) -> bool:
+        changed = False
+        for position, entry in enumerate(self.entries):
+            known = self._compare(log, entry)
+            if known == "same":
+                continue
+            self.verdict = self.frozen()
+            if known == "other":
+                before = log.ledger.call(entry.model_call_id).outcome
+                add_entry(log, batch, entry, self.contents[position], 0)
+                changed |= before != "conflict"
+        return changed
+
+    def _check_intents(self, log: OpenLog) -> None:
+        for name in self.calls:
+            call = log.ledger.calls.get(name)
+            if call is None or not call.writer:
+                raise StaleAttemptError(
+                    f"rollout {self.rollout_id}, call {name}: no begin_call in the current incarnation; "
+                    "nothing was stored (this store was opened with require_intent=True)"
+                )
+
+    def _compare(self, log: OpenLog, entry: TokenEntry) -> str:
+        """Is this identity stored: `same` content, `other` content, or `new`."""
+        known = log.ledger.contents.get((entry.model_call_id, int(entry.choice_index)))
+        if not known:
+            return "new"
+        stored = (log.reader.entry(index) for index in known)
+        if any(identical(entry, other) for other in stored):
+            if len(known) > 1:
+                self.verdict = self._conflict(entry)
+            return "same"
+        return "other"
+
+    def _conflict(self, entry: TokenEntry) -> ConflictError:
+        return ConflictError(
+            f"rollout {self.rollout_id}, call {entry.model_call_id}, choice {entry.choice_index}: another content is "
+            "already stored; both are kept as evidence and the call is marked as a conflict"
+        )
+
+
+def add_entry(log: OpenLog, batch: Batch, entry: TokenEntry, contents: bytes, flags: int) -> None:
+    """One ENTRY frame: the prompt as what it adds to the call that it shares most with."""
+    nodes = log.ledger.nodes
+    parent, shared = log.search.find(entry.prompt_token_ids)
+    base, base_crc = NO_BASE, 0
+    if parent != NO_PARENT:
+        base, base_crc = nodes[parent].sequence, nodes[parent].body_crc
+    body, head = encode_entry(entry, contents, at=boot_clock(), base=base, base_crc=base_crc, shared=shared)
+    place = batch.add(Kind.ENTRY, body, flags)
+    prompt = len(entry.prompt_token_ids)
+    node = Node(
+        segment=log.number,
+        sequence=place.sequence,
+        body_start=place.body_start,
+        body_length=place.body_length,
+        body_crc=place.body_crc,
+        parent=parent,
+        shared=shared,
+        prompt=prompt,
+        total=prompt + len(entry.generation_token_ids),
+    )
+    index = log.ledger.entry(head, node, log.boot_id)
+    log.search.add(index, entry.prompt_token_ids, entry.generation_token_ids)
+    log.reader.unwritten[index] = entry
+
+
+class Begin(RecordOperation):
+    """A durable intent: written before generation, so that a call that never came back still shows."""
+
+    __slots__ = ("choices", "digests", "idempotency_key", "model_call_id", "retry_count", "writer")
+
+    def __init__(
+        self,
+        rollout_id: str,
+        model_call_id: str,
+        choices: int,
+        writer: str,
+        retry_count: int,
+        idempotency_key: str,
+        digests: bytes,
+    ) -> None:
+        super().__init__(rollout_id)
+        self.model_call_id, self.choices, self.writer = model_call_id, choices, writer
+        self.retry_count, self.idempotency_key, self.digests = retry_count, idempotency_key, digests
+
+    @property
+    def calls(self) -> Sequence[str]:
+        return (self.model_call_id,)
+
+    def check_attempt(self, state: RolloutState, incarnation: str) -> None:
+        """A call may begin in any life of its rollout."""
+
+    def done(self, incarnation: str) -> None:
+        if self.attempts is not None:
+            self.attempts.began(self.rollout_id, self.model_call_id, incarnation)
+
+    def apply(self, log: OpenLog, batch: Batch) -> None:
+        call = log.ledger.calls.get(self.model_call_id)
+        if call is not None and call.writer:
+            return
+        if log.closing:
+            raise FrozenError(
+                f"rollout {self.rollout_id} is being frozen; call {self.model_call_id} was not begun, don't generate"
+            )
+        base, shared = log.ledger.share_digests(self.digests) if self.digests else (NO_BASE, 0)
+        record = BeginRecord(
+            self.model_call_id,
+            boot_clock(),
+            self.choices,
+            self.writer,
+            self.retry_count,
+            self.idempotency_key,
+            base,
+            shared,
+            self.digests[shared * 16 :],
+        )
+        place = batch.add_record(Kind.BEGIN, record)
+        log.ledger.begin(record, place.sequence, log.boot_id, writing=True)
+
+
+class Settle(RecordOperation):
+    """How a call ended without an entry, or in spite of one."""
+
+    __slots__ = ("detail", "model_call_id", "outcome")
+
+    def __init__(self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str) -> None:
+        super().__init__(rollout_id)
+        self.model_call_id, self.outcome, self.detail = model_call_id, outcome, detail
+
+    @property
+    def calls(self) -> Sequence[str]:
+        return (self.model_call_id,)
+
+    def record(self) -> SettleRecord:
+        return SettleRecord(self.model_call_id, boot_clock(), self.outcome, self.detail)
+
+    def apply(self, log: OpenLog, batch: Batch) -> None:
+        call = log.ledger.calls.get(self.model_call_id)
+        if call is not None and getattr(call, self.outcome):
+            return
+        record = self.record()
+        batch.add_record(Kind.SETTLE, record)
+        log.ledger.settle(record, log.boot_id)
+
+    def apply_late(self, log: OpenLog, batch: Batch, notes: Notes) -> bool:
+        call = log.ledger.calls.get(self.model_call_id)
+        if call is not None and getattr(call, self.outcome):
+            return False
+        before = None if call is None else call.outcome
+        after = msgspec.structs.replace(call) if call is not None else Call(self.model_call_id)
+        setattr(after, self.outcome, True)
+        if after.outcome == before:
+            notes.add(Kind.SETTLE, self.record())
+            return False
+        self.apply(log, batch)
+        return True
+
+    def apply_retired(self, notes: Notes) -> None:
+        notes.add(Kind.SETTLE, self.record())
+
+
+class Deliver(RecordOperation):
+    """How much of an answer the client received; never makes a new version."""
+
+    __slots__ = ("delivered", "model_call_id")
+
+    def __init__(self, rollout_id: str, model_call_id: str, delivered: Delivered) -> None:
+        super().__init__(rollout_id)
+        self.model_call_id, self.delivered = model_call_id, delivered
+
+    creates = False
+
+    @property
+    def calls(self) -> Sequence[str]:
+        return (self.model_call_id,)
+
+    def done(self, incarnation: str) -> None:
+        """It ends no call."""
+
+    def record(self) -> DeliveryRecord:
+        return DeliveryRecord(self.model_call_id, boot_clock(), self.delivered)
+
+    def apply(self, log: OpenLog, batch: Batch) -> None:
+        call = log.ledger.calls.get(self.model_call_id)
+        if call is None or call.delivered == self.delivered:
+            return  # of a call that nobody knows there is nothing to say
+        record = self.record()
+        batch.add_record(Kind.DELIVERY, record)
+        log.ledger.delivery(record)
+
+    def apply_late(self, log: OpenLog, batch: Batch, notes: Notes) -> bool:
+        call = log.ledger.calls.get(self.model_call_id)
+        if call is not None and call.delivered != self.delivered:
+            notes.add(Kind.DELIVERY, self.record())
+        return False
+
+    def apply_retired(self, notes: Notes) -> None:
+        notes.add(Kind.DELIVERY, self.record())
+
+
+class Finish(RecordOperation):
+    """What the owner of the rollout leaves for its consumer; a later one replaces an earlier one."""
+
+    __slots__ = ("finished_at", "meta")
+
+    def __init__(self, rollout_id: str, meta: dict[str, Any]) -> None:
+        super().__init__(rollout_id)
+        self.meta = encode_content(meta)
+        self.finished_at = time.time()
+
+    def _is_known(self, log: OpenLog) -> bool:
+        known = log.ledger.finish
+        return known is not None and bytes(known.meta) == self.meta
+
+    def apply(self, log: OpenLog, batch: Batch) -> None:
+        if self._is_known(log):
+            return
+        record = FinishRecord(boot_clock(), self.finished_at, msgspec.Raw(self.meta))
+        batch.add_record(Kind.FINISH, record)
+        log.ledger.finish = record
+
+    def apply_late(self, log: OpenLog, batch: Batch, notes: Notes) -> bool:
+        if self._is_known(log):
+            return False
+        raise self.frozen()

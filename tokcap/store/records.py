@@ -1,0 +1,339 @@
+"""What the bodies of frames hold: msgpack arrays, decoded into typed structs only.
+
+| kind | body |
+|---|---|
+| SEGMENT | `SegmentHeader`, the first frame of every segment |
+| ENTRY | `[EntryHead, padding bin, arrays bin]`: the arrays start at a multiple of 8 in the file |
+| BEGIN | `BeginRecord`: an intent, written before generation |
+| SETTLE | `SettleRecord`: how a call ended that has no entry, or not only one |
+| DELIVERY | `DeliveryRecord` |
+| FINISH | `FinishRecord` |
+| SEAL | `SealRecord`, the last frame of a segment that its writer closed |
+| MANIFEST | `Manifest`, the only frame of a manifest file |
+| MARKER | `RootMarker`, the only frame of the file that marks a store |
+
+The arrays of an entry, in this order, each padded to a multiple of 8: log-probs, the ids of the prompt's suffix, the
+sampled ids, routed experts. Ids are stored as the smallest of uint8, uint16 and int32 that holds them, log-probs as
+the smallest of float16, float32 and float64 that gives every bit back (`ID_DTYPES`, `LOG_PROB_DTYPES`).
+
+A prompt is `sequence(base)[:shared] + suffix`, where `sequence(x)` is the prompt and the sampled ids of `x`, and
+`base` an entry frame earlier in the same segment, named by its sequence number and body checksum. A segment therefore
+never needs another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import StoredArray
+from ..content import decode_content, encode_content
+from ..entry import TokenEntry
+from .frame import HEADER_SIZE, padding
+
+__all__ = (
+    "BeginRecord",
+    "DeliveryRecord",
+    "EntryHead",
+    "FinishRecord",
+    "RootMarker",
+    "SealRecord",
+    "SegmentHeader",
+    "SettleRecord",
+    "StoredEntry",
+    "decode_entry",
+    "encode_contents",
+    "encode_entry",
+    "encode_record",
+)
+
+ID_DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<i4"))
+LOG_PROB_DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("<f2"), np.dtype("<f4"), np.dtype("<f8"))
+_INT32 = np.dtype("<i4")
+_FLOAT64 = np.dtype("<f8")
+
+NO_BASE = -1
+
+
+class SegmentHeader(msgspec.Struct, array_like=True, frozen=True):
+    format: int
+    rollout_id: str
+    incarnation: str
+    number: int
+    boot_id: str
+    created_at: float
+    predecessor_end: int = 0
+    """Where the believed bytes of segment `number - 1` end; nothing above is ever served again. 0: not stated."""
+
+
+class EntryHead(msgspec.Struct, array_like=True, frozen=True):
+    model_call_id: str
+    choice_index: int
+    at: int
+    """CLOCK_BOOTTIME, nanoseconds."""
+    base: int
+    """Sequence number of the frame that the prompt extends, or NO_BASE."""
+    base_crc: int
+    shared: int
+    """How many ids the prompt takes from the base's sequence."""
+    suffix: int
+    """How many ids of the prompt are stored here."""
+    generated: int
+    suffix_dtype: int
+    generated_dtype: int
+    log_prob_dtype: int
+    experts: tuple[Any, tuple[int, ...]] | None
+    """dtype description and shape of routed experts."""
+    pieces: msgspec.Raw
+    contents: msgspec.Raw
+
+
+class BeginRecord(msgspec.Struct, array_like=True, frozen=True):
+    model_call_id: str
+    at: int
+    choices: int
+    writer: str
+    """Which writer holds the intent; its liveness file tells whether it is still alive."""
+    retry_count: int
+    idempotency_key: str
+    digests_base: int
+    """Sequence number of an earlier BEGIN frame of this segment, or NO_BASE."""
+    digests_shared: int
+    """How many digests are taken from it."""
+    digests: bytes
+    """The others, 16 bytes each."""
+
+
+class SettleRecord(msgspec.Struct, array_like=True, frozen=True):
+    model_call_id: str
+    at: int
+    outcome: str
+    detail: str
+
+
+class DeliveryRecord(msgspec.Struct, array_like=True, frozen=True):
+    model_call_id: str
+    at: int
+    delivered: str
+
+
+class FinishRecord(msgspec.Struct, array_like=True, frozen=True):
+    at: int
+    finished_at: float
+    meta: msgspec.Raw
+
+
+class SealRecord(msgspec.Struct, array_like=True, frozen=True):
+    frames: int
+    end: int
+    """Where the frames before this one end."""
+
+
+class RootMarker(msgspec.Struct, array_like=True, frozen=True):
+    format: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode_record(record: msgspec.Struct) -> bytes:
+    """The body of any frame but ENTRY."""
+    return _encode(record)
+
+
+def encode_contents(entry: TokenEntry) -> bytes:
+    """Everything of an entry that is neither an array nor needed to find it, so that it can be encoded early."""
+    return encode_content(
+        [
+            entry.output_items,
+            [list(span) if isinstance(span, tuple) else span for span in entry.policy_versions],
+            entry.sampling,
+            entry.extra,
+            entry.model,
+            entry.response_id,
+            entry.finish_reason,
+            entry.created_at,
+            None if entry.token_item_index is None else int(entry.token_item_index),
+            int(entry.schema_version),
+        ]
+    )
+
+
+def encode_entry(
+    entry: TokenEntry, contents: bytes, *, at: int, base: int, base_crc: int, shared: int
+) -> tuple[list[bytes | memoryview], EntryHead]:
+    """The body of an ENTRY frame as buffers to write one after another, nothing joined or copied twice."""
+    suffix = _smallest_ids(entry.prompt_token_ids[shared:])
+    generated = _smallest_ids(entry.generation_token_ids)
+    log_probs = _smallest_log_probs(entry.generation_log_probs)
+    experts = entry.routed_experts
+    head = EntryHead(
+        entry.model_call_id,
+        int(entry.choice_index),
+        at,
+        base,
+        base_crc,
+        shared,
+        len(suffix),
+        len(generated),
+        ID_DTYPES.index(suffix.dtype),
+        ID_DTYPES.index(generated.dtype),
+        LOG_PROB_DTYPES.index(log_probs.dtype),
+        None if experts is None else (_dtype_description(experts.dtype), experts.shape),
+        msgspec.Raw(_encode(entry.pieces)),
+        msgspec.Raw(contents),
+    )
+    encoded = _encode(head)
+    parts: list[bytes | memoryview] = []
+    length = 0
+    for array in (log_probs, suffix, generated, experts):
+        if array is None or not array.nbytes:
+            continue
+        parts.append(_bytes_of(array))
+        pad = padding(array.nbytes)
+        if pad:
+            parts.append(bytes(pad))
+        length += array.nbytes + pad
+    # fixarray(3), head, bin8 padding, bin32 arrays: everything in front of the arrays ends at a multiple of 8.
+    pad = padding(HEADER_SIZE + 1 + len(encoded) + 2 + 5)
+    front = b"".join((b"\x93", encoded, b"\xc4", bytes((pad,)), bytes(pad), b"\xc6", length.to_bytes(4, "big")))
+    return [front, *parts], head
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _smallest_ids(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    largest = int(ids.max()) if len(ids) else 0
+    dtype = ID_DTYPES[0] if largest < 2**8 else ID_DTYPES[1] if largest < 2**16 else ID_DTYPES[2]
+    return ids.astype(dtype, copy=False)
+
+
+def _smallest_log_probs(log_probs: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    bits = log_probs.view(np.int64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for dtype in LOG_PROB_DTYPES[:-1]:
+            narrow = log_probs.astype(dtype)
+            if np.array_equal(narrow.astype(_FLOAT64).view(np.int64), bits):
+                return narrow
+    return log_probs.astype(_FLOAT64, copy=False)
+
+
+def _dtype_description(dtype: np.dtype[Any]) -> Any:
+    if dtype.fields is not None:
+        return _lists(np.lib.format.dtype_to_descr(dtype))
+    # Extension types such as bfloat16 have no string of their own, only a name.
+    return dtype.str if np.dtype(dtype.str) == dtype else dtype.name
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _described_dtype(description: Any) -> np.dtype[Any]:
+    if isinstance(description, str):
+        return np.dtype(description)
+    fields = [
+        tuple(tuple(part) if isinstance(part, list) and i == 2 else part for i, part in enumerate(field))
+        for field in description
+    ]
+    return np.lib.format.descr_to_dtype([(name, _field(rest[0]), *rest[1:]) for name, *rest in fields])
+
+
+def _field(description: Any) -> Any:
+    return _described_dtype(description).descr if isinstance(description, list) else description
+
+
+_decode_body = msgspec.msgpack.Decoder(tuple[EntryHead, bytes, memoryview]).decode
+_decode_pieces = msgspec.msgpack.Decoder(list[bytes] | None).decode
+
+
+class StoredEntry:
+    """An ENTRY body, its arrays viewed in place. The prompt is not here, only its suffix: see `prefix`."""
+
+    __slots__ = ("_arrays", "head")
+
+    def __init__(self, body: memoryview | bytes) -> None:
+        self.head, _, self._arrays = _decode_body(body)
+
+    def _view(self, position: int) -> npt.NDArray[Any]:
+        head = self.head
+        counts = (
+            (LOG_PROB_DTYPES[head.log_prob_dtype], head.generated),
+            (ID_DTYPES[head.suffix_dtype], head.suffix),
+            (ID_DTYPES[head.generated_dtype], head.generated),
+        )
+        offset = 0
+        for dtype, count in counts[:position]:
+            size = dtype.itemsize * count
+            offset += size + padding(size)
+        dtype, count = counts[position]
+        return np.frombuffer(self._arrays, dtype, count, offset) if count else np.empty(0, dtype)
+
+    @property
+    def log_probs(self) -> npt.NDArray[Any]:
+        return self._view(0)
+
+    @property
+    def suffix(self) -> npt.NDArray[Any]:
+        return self._view(1)
+
+    @property
+    def generated(self) -> npt.NDArray[Any]:
+        return self._view(2)
+
+    @property
+    def routed_experts(self) -> npt.NDArray[Any] | None:
+        if self.head.experts is None:
+            return None
+        description, shape = self.head.experts
+        dtype = _described_dtype(description)
+        count = 1
+        for size in shape:
+            count *= size
+        offset = sum(v.nbytes + padding(v.nbytes) for v in (self.log_probs, self.suffix, self.generated))
+        if not count * dtype.itemsize:
+            return np.empty(shape, dtype)
+        return np.frombuffer(self._arrays, dtype, count, offset).reshape(shape)
+
+
+def decode_entry(rollout_id: str, stored: StoredEntry, prompt: npt.NDArray[np.int32]) -> TokenEntry:
+    """The entry again, given its whole prompt; nothing is copied but what is stored narrower than it is shown."""
+    head = stored.head
+    items, versions, sampling, extra, model, response_id, finish_reason, created_at, item_index, schema = (
+        decode_content(memoryview(head.contents))
+    )
+    return TokenEntry(
+        rollout_id,
+        head.model_call_id,
+        prompt.view(StoredArray),
+        read_only(stored.generated, _INT32),
+        read_only(stored.log_probs, _FLOAT64),
+        choice_index=head.choice_index,
+        routed_experts=None if stored.routed_experts is None else _frozen(stored.routed_experts),
+        output_items=items,
+        token_item_index=item_index,
+        model=model,
+        response_id=response_id,
+        finish_reason=finish_reason,
+        created_at=created_at,
+        policy_versions=[tuple(span) if isinstance(span, list) else span for span in versions],
+        sampling=sampling,
+        pieces=_decode_pieces(head.pieces),
+        extra=extra,
+        schema_version=schema,
+    )
+
+
+def read_only(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """`array` as `dtype`, read-only; a view where the dtype is the same."""
+    return _frozen(array.astype(dtype, copy=False))
+
+
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,350 @@
+"""One rollout as a writer sees it: what its log holds, and where the next batch goes.
+
+Everything here runs while the caller holds the fence of the rollout.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ..errors import CorruptError
+from .batch import Batch
+from .files import Files, durability_error
+from .frame import ACKNOWLEDGED, TRAILER_SIZE, Kind, scan, segment_seed
+from .layout import OPEN, SEALED, TORN, Directory, Layout, SegmentName, look, remove_tree
+from .ledger import Ledger
+from .log import LogReader, SegmentRead
+from .prefix import PrefixSearch
+from .records import SealRecord, SegmentHeader
+
+__all__ = ("OpenLog", "OpenSegment", "Rollout")
+
+
+class OpenSegment:
+    """The segment that the next batch goes to, and its one long-lived descriptor."""
+
+    __slots__ = ("append_at", "fd", "header", "inode", "name", "next_batch", "next_sequence", "path", "seed")
+
+    def __init__(self, name: SegmentName, path: str, seed: int, header: SegmentHeader) -> None:
+        self.name, self.path, self.seed, self.header = name, path, seed, header
+        self.fd = -1
+        self.inode = (0, 0)
+        self.append_at = self.next_sequence = self.next_batch = 0
+
+
+class OpenLog:
+    """The log of an open (or still absent) rollout, as far as it was acknowledged."""
+
+    def __init__(self, directory: Directory, reader: LogReader) -> None:
+        self.directory = directory
+        self.reader = reader
+        self.search = PrefixSearch(reader.ledger.nodes, reader.load)
+        self.segment: OpenSegment | None = None
+        self.last_end = 0
+        """Where the believed bytes of the last segment end."""
+        self.last_name: SegmentName | None = None
+        self.closing = False
+        """A freeze waits for open calls: no new ones."""
+
+    @property
+    def number(self) -> int:
+        """Of the segment that is written."""
+        assert self.segment is not None
+        return self.segment.name.number
+
+    @property
+    def boot_id(self) -> str:
+        return self.reader.boot_id
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.reader.ledger
+
+    @property
+    def nbytes(self) -> int:
+        """Rough size in memory, for the cache."""
+        ledger = self.ledger
+        return 4000 + self.search.nbytes + 700 * len(ledger.nodes) + 900 * len(ledger.calls)
+
+
+class Rollout:
+    """Handle of one rollout in one store object."""
+
+    def __init__(self, files: Files, layout: Layout, rollout_id: str, boot_id: str, segment_bytes: int) -> None:
+        self.files = files
+        self.layout = layout
+        self.rollout_id = rollout_id
+        self.path = layout.rollout(rollout_id)
+        self.boot_id = boot_id
+        self.segment_bytes = segment_bytes
+        self.fence_fd = -1
+        self.log: OpenLog | None = None
+        self._names_synced = False
+        """The directories that lead to this log are durable."""
+
+    # ---- what is there
+
+    def look(self) -> Directory:
+        """The state that the names show; what a crash left half-done is removed on the way."""
+        directory = look(self.files, self.path)
+        for path in directory.leftovers:
+            try:
+                remove_tree(self.files, path)
+            except OSError:
+                continue  # it changes no state; the sweep tries again
+        return directory
+
+    def is_current(self) -> bool:
+        """Whether the log is still as this object knows it: one stat, since every change leaves a trace in it.
+
+        Another writer's batch changes the size, a freeze the number of links, a closed or rotated segment, a
+        retirement and a reset the name.
+        """
+        log = self.log
+        if log is None or log.segment is None:
+            return False
+        segment = log.segment
+        try:
+            there = self.files.stat(segment.path)
+        except OSError:
+            return False
+        if (there.st_ino, there.st_dev) != segment.inode or there.st_nlink != 1:
+            return False
+        return there.st_size == segment.append_at or (there.st_size > segment.append_at and self._catch_up(there.st_size))
+
+    def _catch_up(self, size: int) -> bool:
+        """Read what another process appended to the segment; False if that can't be continued."""
+        log = self.log
+        assert log is not None and log.segment is not None
+        segment = log.segment
+        try:
+            self._open_descriptor(segment)
+            data = self.files.read(segment.fd, size - segment.append_at, segment.append_at)
+        except OSError:
+            return False
+        found = scan(
+            data,
+            segment.seed,
+            limit=len(data),
+            sequence=segment.next_sequence,
+            batch=segment.next_batch,
+        )
+        if found.append_at is None or found.damage or (found.frames and found.frames[-1].kind == Kind.SEAL):
+            return False
+        for frame in found.frames:
+            frame.offset += segment.append_at
+        known = len(log.ledger.nodes)
+        log.reader.buffers.pop(segment.name.number, None)
+        log.reader.fold(segment.name.number, data, segment.header, found, shift=segment.append_at)
+        log.reader.settle_repetitions()
+        for index in range(known, len(log.ledger.nodes)):
+            log.search.follow(index)
+        log.ledger.loaded()
+        segment.next_sequence, segment.next_batch = found.next_sequence, found.next_batch
+        segment.append_at = log.last_end = size
+        log.last_end -= TRAILER_SIZE
+        return True
+
+    def load(self, directory: Directory) -> OpenLog:
+        """Read the log of an open rollout from disk."""
+        self.drop()
+        reader = LogReader(self.files, self.rollout_id, directory.incarnation, self.boot_id)
+        reader.keep_buffers = True
+        reader.read_open(directory)
+        log = OpenLog(directory, reader)
+        self._names_synced = any(read.scan.frames for read in reader.segments)
+        if directory.segments:
+            self._resume(log, directory.segments[-1], reader.segments[-1])
+        reader.keep_buffers = False
+        reader.buffers.clear()
+        self.log = log
+        return log
+
+    def _resume(self, log: OpenLog, name: SegmentName, read: SegmentRead) -> None:
+        log.last_name, log.last_end = name, read.scan.end
+        header = read.header
+        if name.kind != OPEN or read.scan.append_at is None or header is None or header.boot_id != self.boot_id:
+            return
+        if not read.scan.frames or read.scan.frames[-1].kind == Kind.SEAL:
+            return
+        path = f"{log.directory.incarnation_path}/{name}"
+        segment = OpenSegment(name, path, log.reader.seed(name.number), header)
+        segment.append_at = read.scan.append_at
+        segment.next_sequence, segment.next_batch = read.scan.next_sequence, read.scan.next_batch
+        there = self.files.stat(path)
+        segment.inode = (there.st_ino, there.st_dev)
+        log.search.adopt(name.number)
+        log.segment = segment
+
+    # ---- writing
+
+    def new_batch(self, log: OpenLog, now: float) -> Batch:
+        """A batch for the log's segment; for a new one if there is none to continue."""
+        segment = log.segment
+        if segment is not None and segment.append_at >= self.segment_bytes:
+            self._seal(log, segment)
+            segment = None
+        if segment is not None:
+            return Batch(
+                seed=segment.seed,
+                offset=segment.append_at,
+                sequence=segment.next_sequence,
+                number=segment.next_batch,
+            )
+        if not log.directory.incarnation:
+            log.directory.incarnation = log.reader.incarnation = os.urandom(16).hex()
+        name = SegmentName(log.last_name.number + 1 if log.last_name else 1, OPEN)
+        batch = Batch(seed=segment_seed(log.directory.incarnation, f"{name.number:06d}"), offset=0, sequence=0, number=0)
+        header = batch.add_header(
+            self.rollout_id, log.directory.incarnation, name.number, self.boot_id, now, log.last_end
+        )
+        path = f"{log.directory.incarnation_path}/{name}"
+        log.segment = OpenSegment(name, path, batch.seed, header)
+        log.search.forget()
+        log.ledger.segment_started()
+        log.reader.opened(name.number, path)
+        return batch
+
+    def discard(self, log: OpenLog, batch: Batch) -> None:
+        """The batch turned out empty: a segment that it would have started is not started."""
+        if batch.offset == 0:
+            log.segment = None
+
+    def write(self, log: OpenLog, batch: Batch) -> None:
+        """Make a batch durable. Raises `DurabilityError`; then nothing of it counts and the log must be read again."""
+        segment = log.segment
+        assert segment is not None
+        started = segment.fd < 0 and batch.first == 0
+        try:
+            if started:
+                self._start_segment(log, segment)
+            else:
+                self._open_descriptor(segment)
+            self.files.write(segment.fd, batch.buffers(), batch.offset)
+        except OSError as error:
+            self.drop()
+            raise durability_error(error, f"rollout {self.rollout_id}: can't write {segment.path}", segment.path) from error
+        try:
+            self.files.fdatasync(segment.fd)
+            if not self._names_synced:
+                self._sync_names(log)
+            elif started:
+                self.files.fsync_directory(log.directory.incarnation_path)
+            # From here on other processes believe the batch.
+            self.files.acknowledge(segment.fd, ACKNOWLEDGED, batch.trailer_offset)
+        except OSError as error:
+            self._abandon(segment)
+            raise durability_error(error, f"rollout {self.rollout_id}: can't sync {segment.path}", segment.path) from error
+        segment.append_at = batch.append_at
+        segment.next_sequence = batch.next_sequence
+        segment.next_batch = batch.number + 1
+        log.last_end, log.last_name = batch.end, segment.name
+        log.reader.unwritten.clear()
+
+    def _start_segment(self, log: OpenLog, segment: OpenSegment) -> None:
+        incarnation_path = log.directory.incarnation_path
+        if log.last_name is None:
+            try:
+                self.files.mkdir(incarnation_path)
+            except FileExistsError:
+                pass
+        elif log.last_name.kind == OPEN:
+            # Named first, so that no process with an older picture can still append to it.
+            torn = SegmentName(log.last_name.number, TORN)
+            self.files.rename(f"{incarnation_path}/{log.last_name}", f"{incarnation_path}/{torn}")
+            log.reader.opened(torn.number, f"{incarnation_path}/{torn}")
+        segment.fd = self.files.create(segment.path)
+        there = self.files.fstat(segment.fd)
+        segment.inode = (there.st_ino, there.st_dev)
+
+    def _open_descriptor(self, segment: OpenSegment) -> None:
+        if segment.fd < 0:
+            segment.fd = self.files.open(segment.path, write=True)
+
+    def _sync_names(self, log: OpenLog) -> None:
+        """Every directory entry that leads to a first record, from the segment up to the shard's."""
+        self.files.fsync_directory(log.directory.incarnation_path)
+        self.files.fsync(self.fence_fd)
+        self.files.fsync_directory(os.path.dirname(self.path))
+        self._names_synced = True
+
+    def _seal(self, log: OpenLog, segment: OpenSegment) -> None:
+        """Close a segment for good: a footer says where it ends, its name says that it has one."""
+        batch = Batch(
+            seed=segment.seed, offset=segment.append_at, sequence=segment.next_sequence, number=segment.next_batch
+        )
+        batch.add_record(Kind.SEAL, SealRecord(segment.next_sequence, segment.append_at))
+        self.write(log, batch)
+        sealed = SegmentName(segment.name.number, SEALED)
+        path = f"{log.directory.incarnation_path}/{sealed}"
+        try:
+            self.files.rename(segment.path, path)
+        except OSError as error:
+            self.drop()
+            raise durability_error(error, f"rollout {self.rollout_id}: can't seal {segment.path}", path) from error
+        log.reader.opened(sealed.number, path)
+        log.last_name = sealed
+        self._close_descriptor(segment)
+        log.segment = None
+
+    def seal(self) -> None:
+        """Seal the open segment, so that it has no torn tail; the next writer starts another."""
+        log = self.log
+        if log is None or log.segment is None:
+            return
+        self._seal(log, log.segment)
+        try:
+            self.files.fsync_directory(log.directory.incarnation_path)
+        except OSError as error:
+            raise durability_error(error, f"rollout {self.rollout_id}: can't seal", self.path) from error
+
+    def _abandon(self, segment: OpenSegment) -> None:
+        """After a failed sync: say durably, if the device still can, that the batch doesn't count.
+
+        In this boot its trailer stays zero and nobody believes it; a later boot could believe its whole frames. The
+        header of the next segment says where this one ends.
+        """
+        self.drop()
+        try:
+            log = self.load(self.look())
+            if log.segment is not None or log.directory.state != "open":
+                return
+            batch = self.new_batch(log, time.time())
+            successor = log.segment
+            self._start_segment(log, successor)
+            self.files.write(successor.fd, batch.buffers(), 0)
+            self.files.fdatasync(successor.fd)
+            self.files.fsync_directory(log.directory.incarnation_path)
+            self.files.acknowledge(successor.fd, ACKNOWLEDGED, batch.trailer_offset)
+        except (OSError, CorruptError):
+            return
+        finally:
+            self.drop()
+
+    # ---- letting go
+
+    def _close_descriptor(self, segment: OpenSegment) -> None:
+        if segment.fd >= 0:
+            fd, segment.fd = segment.fd, -1
+            try:
+                self.files.close(fd)
+            except OSError:
+                return  # everything in it was synced, or was never acknowledged
+
+    def close_descriptors(self) -> None:
+        """Free the descriptors; the picture stays and they are opened again when needed."""
+        if self.log is not None and self.log.segment is not None:
+            self._close_descriptor(self.log.segment)
+        if self.fence_fd >= 0:
+            fd, self.fence_fd = self.fence_fd, -1
+            try:
+                self.files.close(fd)
+            except OSError:
+                return
+
+    def drop(self) -> None:
+        """Forget the picture; the next operation reads the directory again."""
+        if self.log is not None and self.log.segment is not None:
+            self._close_descriptor(self.log.segment)
+        self.log = None

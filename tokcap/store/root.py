@@ -1,0 +1,246 @@
+"""The store's own directory: made safely, refused where it would not be safe, marked with its format."""
+
+from __future__ import annotations
+
+import errno
+import grp
+import logging
+import os
+import stat
+from zlib import crc32
+
+import msgspec
+
+from ..errors import DurabilityError, NewerFormatError, UnsafeDirectoryError, UnsafeFilesystemError
+from .files import Files, durability_error
+from .frame import FORMAT_VERSION, LAST_IN_BATCH, Kind, frame_header, scan
+from .layout import Layout
+from .records import RootMarker, encode_record
+
+__all__ = ("boot_id", "file_system_of", "group_id_of", "open_root", "read_marker", "sync_threads_for")
+
+logger = logging.getLogger("tokcap.store")
+
+_MARKER_SEED = 0x746F6B63
+_REFUSED = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse", "fuseblk", "9p", "ceph", "lustre", "afs", "gfs2", "vfat", "exfat")
+"""Known for locks that are local to one client, or for hard links that are copies or missing."""
+_VOLATILE = ("tmpfs", "ramfs", "overlay")
+_decode_marker = msgspec.msgpack.Decoder(RootMarker).decode
+
+
+def boot_id() -> str:
+    """Identity of the running kernel's boot; CLOCK_BOOTTIME is comparable within it."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def group_id_of(group: str | int | None) -> int | None:
+    """The id of a group given by name or number."""
+    if group is None or isinstance(group, int):
+        return group
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise UnsafeDirectoryError(f"group={group!r}: there is no such group on this machine") from None
+
+
+def file_system_of(path: str) -> str:
+    """Type of the file system that holds `path`, as in /proc/self/mountinfo; empty if unknown."""
+    real = os.path.realpath(path)
+    best, kind = -1, ""
+    try:
+        with open("/proc/self/mountinfo") as file:
+            lines = file.readlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields = line.split()
+        point = fields[4].encode().decode("unicode_escape")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:
+            best, kind = len(point), fields[fields.index("-") + 1]
+    return kind
+
+
+def sync_threads_for(kind: str) -> int:
+    """How many syncs to keep in flight on a file system of this type (measured, see README).
+
+    ext4 and xfs merge concurrent syncs into one journal commit; btrfs answers them with full commits, several times
+    slower than one after another; where a sync is free, threads only get into each other's way.
+    """
+    return {"btrfs": 1, "tmpfs": 1, "ramfs": 1}.get(kind, 16)
+
+
+def open_root(files: Files, layout: Layout, *, allow_unsafe_fs: bool) -> str:
+    """Make or check the store's directory; the type of its file system.
+
+    Raises `UnsafeDirectoryError`, `UnsafeFilesystemError`, `NewerFormatError`, `DurabilityError`.
+    """
+    root = layout.root
+    try:
+        _check_parent(root)
+        _make(files, root)
+        _check_root(files, root)
+        kind = _check_file_system(files, layout, allow_unsafe_fs)
+        for path in (layout.rollouts, layout.writers):
+            if not os.path.isdir(path):
+                _make(files, path)
+        _mark(files, layout)
+    except OSError as error:
+        if isinstance(error, (UnsafeDirectoryError, UnsafeFilesystemError, DurabilityError)):
+            raise
+        raise durability_error(error, f"can't open the store directory {root}", root) from error
+    return kind
+
+
+def _make(files: Files, path: str) -> None:
+    """`path` and its missing parents, private and durable."""
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for name in reversed(missing):
+        try:
+            files.mkdir(name)
+        except FileExistsError:
+            pass
+        files.fsync_directory(os.path.dirname(name))
+
+
+def _check_parent(root: str) -> None:
+    parent = os.path.dirname(root)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    mode = os.stat(parent).st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise UnsafeDirectoryError(
+            errno.EPERM,
+            f"{parent} can be written by everybody and is not sticky, so that anybody could replace the store in it: "
+            f"chmod o-w {parent}, or chmod +t {parent}, or use another directory",
+        )
+
+
+def _check_root(files: Files, root: str) -> None:
+    there = os.lstat(root)
+    if stat.S_ISLNK(there.st_mode):
+        raise UnsafeDirectoryError(
+            errno.ELOOP, f"{root} is a symbolic link; give the directory that it points to ({os.path.realpath(root)})"
+        )
+    if not stat.S_ISDIR(there.st_mode):
+        raise UnsafeDirectoryError(errno.ENOTDIR, f"{root} is not a directory; give a directory for the store")
+    mode = stat.S_IMODE(there.st_mode)
+    shared = files.modes.group_id is not None
+    if shared and there.st_gid != files.modes.group_id:
+        raise UnsafeDirectoryError(
+            errno.EPERM, f"{root} belongs to group {there.st_gid}, not {files.modes.group_id}: chgrp it, or give its group"
+        )
+    if there.st_uid != os.geteuid() and not shared:
+        raise UnsafeDirectoryError(
+            errno.EPERM,
+            f"{root} belongs to user {there.st_uid}, this process runs as {os.geteuid()}: use a directory of your own, "
+            "share one with group=..., or open it with read_only=True",
+        )
+    unwanted = mode & (stat.S_IWOTH if shared else stat.S_IWGRP | stat.S_IWOTH)
+    if unwanted:
+        raise UnsafeDirectoryError(
+            errno.EPERM, f"{root} has mode {mode:04o}, others can write to it: chmod {mode & ~unwanted:04o} {root}"
+        )
+    if mode & (stat.S_IROTH | stat.S_IXOTH) or (not shared and mode & (stat.S_IRGRP | stat.S_IXGRP)):
+        logger.warning("%s has mode %04o: others can read what the policy said; chmod 0700 makes it private", root, mode)
+
+
+def _check_file_system(files: Files, layout: Layout, allow_unsafe: bool) -> str:
+    kind = file_system_of(layout.root)
+    if not allow_unsafe:
+        if kind in _REFUSED or kind.startswith("fuse."):
+            raise UnsafeFilesystemError(
+                errno.EOPNOTSUPP,
+                f"{layout.root} is on {kind}, where hard links or locks don't hold what tokcap needs: use a local disk, "
+                "or allow_unsafe_fs=True at your own risk",
+            )
+        if read_marker(files, layout) is None:  # a marked store was probed when it was made
+            _probe(files, layout)
+    if kind in _VOLATILE:
+        logger.warning(
+            "%s is on %s: records survive a killed process, but %s", layout.root, kind,
+            "nothing survives a power cut" if kind != "overlay" else "not the removal of the container",
+        )
+    return kind
+
+
+def _probe(files: Files, layout: Layout) -> None:
+    """Try what the store lives on: a hard link, and a lock that excludes a second holder."""
+    name = f"{layout.root}/probe-{os.urandom(8).hex()}"
+    made: list[str] = []
+    descriptors: list[int] = []
+    try:
+        descriptors.append(files.create(name))
+        made.append(name)
+        try:
+            files.link(name, f"{name}-link")
+            made.append(f"{name}-link")
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            raise UnsafeFilesystemError(
+                error.errno,
+                f"{layout.root} is on a file system without hard links ({error.strerror}), which snapshots are made of: "
+                "use a local disk (ext4, xfs, btrfs)",
+            ) from error
+        try:
+            descriptors += [files.open_directory(layout.root), files.open_directory(layout.root)]
+            locked = files.try_lock(descriptors[1]) or None
+            excluded = locked is None or not files.try_lock(descriptors[2])
+        except OSError as error:
+            raise UnsafeFilesystemError(
+                error.errno, f"{layout.root} is on a file system without working locks ({error.strerror})"
+            ) from error
+        if not excluded:
+            raise UnsafeFilesystemError(
+                errno.EOPNOTSUPP, f"{layout.root} is on a file system whose locks exclude nobody: use a local disk"
+            )
+    finally:
+        for fd in descriptors:
+            files.close(fd)
+        for path in made:
+            files.unlink(path)
+
+
+def read_marker(files: Files, layout: Layout) -> RootMarker | None:
+    """The marker, or None if it is missing or damaged. Raises `NewerFormatError` for an intact newer one."""
+    try:
+        fd = files.open(layout.marker)
+    except OSError:
+        return None
+    try:
+        data = files.read(fd, 4096, 0)
+    finally:
+        files.close(fd)
+    found = scan(data, _MARKER_SEED, limit=len(data), sealed_end=len(data))
+    if len(found.frames) != 1 or found.frames[0].kind != Kind.MARKER:
+        return None
+    try:
+        marker = _decode_marker(data[found.frames[0].body_start : found.frames[0].body_end])
+    except msgspec.DecodeError:
+        return None
+    if marker.format > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{layout.root} has format {marker.format}, this tokcap reads up to {FORMAT_VERSION}: upgrade tokcap"
+        )
+    return marker
+
+
+def _mark(files: Files, layout: Layout) -> None:
+    if read_marker(files, layout) is not None:
+        return
+    body = encode_record(RootMarker(FORMAT_VERSION))
+    header = frame_header(Kind.MARKER, LAST_IN_BATCH, len(body), 0, 0, 0, crc32(body, _MARKER_SEED), _MARKER_SEED)
+    temporary = f"{layout.root}/FORMAT-{os.urandom(8).hex()}"
+    fd = files.create(temporary)
+    try:
+        files.write(fd, [header, body], 0)
+        files.fdatasync(fd)
+    finally:
+        files.close(fd)
+    files.rename(temporary, layout.marker)
+    files.fsync_directory(layout.root)

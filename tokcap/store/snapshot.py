@@ -1,0 +1,342 @@
+"""Snapshots: published by one rename, opened without a scan, readable until closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, overload
+from zlib import crc32
+
+import msgspec
+
+from ..content import decode_content
+from ..entry import TokenEntry
+from ..errors import ClosedError, CorruptError
+from ..protocol import CallRecord
+from .files import Files
+from .frame import FORMAT_VERSION, Buffer, segment_seed
+from .layout import MANIFEST, Directory, LinkName, remove_tree, snapshot_links
+from .ledger import Damage
+from .log import LogReader
+from .manifest import (
+    Index,
+    IndexedSegment,
+    decode_manifest,
+    encode_calls,
+    encode_manifest,
+    encode_nodes,
+)
+from .prefix import Node
+from .records import StoredEntry, decode_entry
+from .sequences import Sequences
+
+__all__ = ("Entries", "Snapshot", "index_of", "open_snapshot", "publish")
+
+_MAP_FROM_BYTES = 128 << 10
+"""Smaller segments are read instead: as fast, and a mapping costs a descriptor for as long as it lives."""
+
+_NO_META = msgspec.Raw(b"\x80")
+
+
+class Snapshot:
+    """One frozen rollout (`TokenCaptureSnapshot`); with version 0 an unfrozen look at an open one.
+
+    A context manager. It stays readable after its rollout is retired or reset, until it is closed; arrays handed out
+    stay valid after that, too.
+    """
+
+    def __init__(self, index: Index, buffers: dict[int, Buffer], paths: dict[int, str]) -> None:
+        self._index = index
+        self._buffers: dict[int, Buffer] | None = buffers
+        self._paths = paths
+        self._entries: Entries | None = None
+        self._calls: tuple[CallRecord, ...] | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        return self._index.rollout_id
+
+    @property
+    def snapshot_id(self) -> str:
+        """32 hex digits: the identity of the incarnation, the same for each of its versions."""
+        return self._index.snapshot_id
+
+    @property
+    def version(self) -> int:
+        """From 1; 0 for an unfrozen look."""
+        return self._index.version
+
+    @property
+    def incomplete(self) -> bool:
+        """True if any call is lost, open or in conflict, or if damage was found."""
+        return self._index.incomplete
+
+    @property
+    def entries(self) -> Entries:
+        """The entries, unique per (model_call_id, choice_index), made when asked; their order carries no meaning."""
+        if self._entries is None:
+            self._entries = Entries(self._index, self._segments(), self._paths)
+        elif self._buffers is None:
+            self._segments()
+        return self._entries
+
+    @property
+    def calls(self) -> tuple[CallRecord, ...]:
+        """One record per call; damage appears as nameless lost calls with file and offset in `detail`."""
+        if self._calls is None:
+            self._calls = self._index.calls()
+        return self._calls
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What `finish` was told: reward, group, ...; empty if nobody did."""
+        return dict(decode_content(bytes(self._index.meta)))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the owner of the rollout said `finish`."""
+        return self._index.finished_at is not None
+
+    @property
+    def frozen_at(self) -> float:
+        """Unix seconds, for information only."""
+        return self._index.frozen_at
+
+    @property
+    def damage(self) -> tuple[Damage, ...]:
+        """Bytes that were durable and are not whole any more."""
+        return tuple(self._index.damage)
+
+    @property
+    def torn(self) -> tuple[Damage, ...]:
+        """Tails that were dropped because they were never acknowledged."""
+        return tuple(self._index.torn)
+
+    def _segments(self) -> dict[int, Buffer]:
+        if self._buffers is None:
+            raise ClosedError(f"the snapshot of rollout {self.rollout_id} is closed")
+        return self._buffers
+
+    def close(self) -> None:
+        """Let go of the files. Arrays that were handed out keep what they need."""
+        self._buffers = None
+        if self._entries is not None:
+            self._entries.release()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Snapshot {self.rollout_id} version {self.version}: {len(self._index.chosen)} entries"
+            f"{', incomplete' if self.incomplete else ''}>"
+        )
+
+
+class Entries(Sequence[TokenEntry]):
+    """The entries of a snapshot; each is made when it is asked for, its prompt a view of a shared buffer."""
+
+    def __init__(self, index: Index, buffers: dict[int, Buffer], paths: dict[int, str]) -> None:
+        self._rollout_id = index.rollout_id
+        self._seeds = {number: segment_seed(index.snapshot_id, f"{number:06d}") for number in buffers}
+        self._buffers: dict[int, Buffer] | None = buffers
+        self._paths = paths
+        self.nodes = index.nodes()
+        self.chosen = index.chosen
+        self.sequences = Sequences(self.nodes, self.load)
+
+    def load(self, node: Node) -> StoredEntry:
+        """The stored part of a node, viewed in place."""
+        if self._buffers is None:
+            raise ClosedError(f"the snapshot of rollout {self._rollout_id} is closed")
+        return StoredEntry(memoryview(self._buffers[node.segment])[node.body_start : node.body_start + node.body_length])
+
+    def entry(self, index: int) -> TokenEntry:
+        """Node `index` as the entry that was put."""
+        return decode_entry(self._rollout_id, self.load(self.nodes[index]), self.sequences.prompt(index))
+
+    def release(self) -> None:
+        self._buffers = None
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenEntry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenEntry]: ...
+    def __getitem__(self, index: int | slice) -> TokenEntry | Sequence[TokenEntry]:
+        if isinstance(index, slice):
+            return tuple(self.entry(node) for node in self.chosen[index])
+        return self.entry(self.chosen[index])
+
+    def __iter__(self) -> Iterator[TokenEntry]:
+        return (self.entry(node) for node in self.chosen)
+
+
+def index_of(reader: LogReader, version: int, segments: list[IndexedSegment]) -> Index:
+    """The index of a log that was read."""
+    ledger = reader.ledger
+    finish = ledger.finish
+    return Index(
+        format=FORMAT_VERSION,
+        rollout_id=reader.rollout_id,
+        snapshot_id=reader.incarnation,
+        version=version,
+        frozen_at=time.time(),
+        incomplete=ledger.incomplete,
+        segments=segments,
+        node_table=encode_nodes(ledger.nodes),
+        chosen=reader.chosen(),
+        call_table=encode_calls(ledger),
+        damage=ledger.damage,
+        torn=reader.torn,
+        meta=_NO_META if finish is None else finish.meta,
+        finished_at=None if finish is None else finish.finished_at,
+    )
+
+
+def publish(
+    files: Files,
+    directory: Directory,
+    index: Index,
+    sources: list[tuple[str, LinkName]],
+    created: tuple[LinkName, list[bytes | memoryview]] | None = None,
+) -> str:
+    """Make `v<n>` appear, by one rename, with links to `sources` and a manifest; its path.
+
+    `created` is a segment that only this version has: late marks. The caller holds the fence.
+    Order: what is linked was synced when it was acknowledged; manifest and new segment are synced, then the directory
+    that names them (btrfs alone loses the links otherwise), then the rename, then its parent.
+    """
+    temporary = f"{directory.incarnation_path}/tmp-{os.urandom(8).hex()}"
+    target = f"{directory.incarnation_path}/v{index.version}"
+    files.mkdir(temporary)
+    try:
+        for source, link in sources:
+            files.link(source, f"{temporary}/{link}")
+        if created is not None:
+            _write_file(files, f"{temporary}/{created[0]}", created[1])
+        _write_file(files, f"{temporary}/{MANIFEST}", encode_manifest(index))
+        files.fsync_directory(temporary)
+        files.rename(temporary, target)
+    except OSError:
+        _try_remove(files, temporary)
+        raise
+    files.fsync_directory(directory.incarnation_path)
+    return target
+
+
+def _write_file(files: Files, path: str, buffers: list[bytes | memoryview]) -> None:
+    fd = files.create(path)
+    try:
+        files.write(fd, buffers, 0)
+        files.fdatasync(fd)
+    finally:
+        files.close(fd)
+
+
+def _try_remove(files: Files, path: str) -> None:
+    try:
+        remove_tree(files, path)
+    except OSError:
+        return  # the next operation on this rollout, or a sweep, removes it
+
+
+def open_snapshot(files: Files, directory: Directory, rollout_id: str, boot_id: str) -> Snapshot:
+    """Open the published snapshot of a frozen rollout, every checksum verified."""
+    index = _read_manifest(files, directory, rollout_id)
+    if index is not None:
+        opened = _open_indexed(files, directory.snapshot_path, index)
+        if opened is not None:
+            return opened
+    reader, _ = read_published(files, directory, rollout_id, boot_id)
+    return Snapshot(index_of(reader, directory.version, []), reader.buffers, reader.paths)
+
+
+def read_published(
+    files: Files, directory: Directory, rollout_id: str, boot_id: str
+) -> tuple[LogReader, list[LinkName]]:
+    """Read the segments of a published snapshot one by one, trusting nothing but the names; and those names."""
+    path = directory.snapshot_path
+    links = snapshot_links(files, path)
+    reader = LogReader(files, rollout_id, directory.incarnation, boot_id)
+    reader.keep_buffers = True
+    reader.read_snapshot(path, links)
+    index = _read_manifest(files, directory, rollout_id)
+    for segment in index.segments if index is not None else ():
+        if LinkName(segment.number, segment.length) not in links:
+            name = f"{path}/{LinkName(segment.number, segment.length)}"
+            reader.ledger.damage.append(Damage(name, 0, segment.length, "the segment file is missing"))
+    return reader, links
+
+
+def _read_manifest(files: Files, directory: Directory, rollout_id: str) -> Index | None:
+    try:
+        fd = files.open(f"{directory.snapshot_path}/{MANIFEST}")
+    except OSError:
+        return None
+    try:
+        size = files.fstat(fd).st_size
+        data = files.read(fd, size, 0)
+    finally:
+        files.close(fd)
+    return decode_manifest(data, rollout_id, directory.incarnation, directory.version)
+
+
+def _open_indexed(files: Files, path: str, index: Index) -> Snapshot | None:
+    buffers: dict[int, Buffer] = {}
+    paths: dict[int, str] = {}
+    for segment in index.segments:
+        name = f"{path}/{LinkName(segment.number, segment.length)}"
+        try:
+            data = load_buffer(files, name, segment.length)
+        except FileNotFoundError:
+            return None
+        if len(data) < segment.length or crc32(memoryview(data)[: segment.length]) != segment.crc:
+            return None
+        buffers[segment.number] = data
+        paths[segment.number] = name
+    return Snapshot(index, buffers, paths)
+
+
+def load_buffer(files: Files, path: str, length: int) -> Buffer:
+    """The first `length` bytes of a file: mapped if that pays, and if there is a descriptor left for it."""
+    try:
+        fd = files.open(path)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EINVAL, errno.ENXIO):
+            raise CorruptError(f"{path} is not a regular file", path=path) from error
+        raise
+    try:
+        if length >= _MAP_FROM_BYTES and files.fstat(fd).st_size >= length:
+            try:
+                return files.map(fd, length)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                    raise
+        return files.read(fd, length, 0)
+    finally:
+        files.close(fd)
+
+
+def links_of(reader: LogReader) -> tuple[list[tuple[str, LinkName]], list[IndexedSegment]]:
+    """What to link, and how far each segment counts, for a log that was read with its buffers kept."""
+    sources, segments = [], []
+    for read in reader.segments:
+        data = reader.buffers[read.number]
+        length = min(read.scan.end, len(data))
+        if not length:
+            continue  # nothing in it was ever acknowledged
+        sources.append((reader.paths[read.number], LinkName(read.number, length)))
+        segments.append(IndexedSegment(read.number, length, crc32(memoryview(data)[:length])))
+    return sources, segments
+

@@ -1,0 +1,192 @@
+"""Housekeeping: old tombstones, what crashes left behind, and what everything weighs."""
+
+from __future__ import annotations
+
+import logging
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from ..errors import TokcapError
+from ..protocol import RolloutState
+from .engine import Engine
+from .files import Files
+from .layout import Directory, Layout, look, remove_tree
+from .lifecycle import Lifecycle, Reset
+from .rollout import Rollout
+
+__all__ = ("Housekeeper", "Usage", "directories", "sweep", "usage", "usage_of")
+
+logger = logging.getLogger("tokcap.store")
+
+
+class Usage(msgspec.Struct):
+    """What the rollouts of one state weigh."""
+
+    rollouts: int = 0
+    files: int = 0
+    bytes: int = 0
+    """Each file counted once, however many names it has."""
+
+
+class Tidy(Lifecycle):
+    """Finish what a crash left half-done in one rollout's directory."""
+
+    __slots__ = ()
+
+    def run(self, rollout: Rollout) -> bool:
+        directory = rollout.look()
+        if directory.tombstone is not None:
+            for name in rollout.files.listdir(directory.tombstone_path):
+                if not name.startswith("note-"):
+                    remove_tree(rollout.files, f"{directory.tombstone_path}/{name}")
+        if not directory.incarnation:
+            rollout.drop()
+            rollout.files.rmdir(rollout.path)
+        return True
+
+
+def rollout_ids(files: Files, layout: Layout) -> Iterator[str]:
+    """Every rollout that has a directory, in no particular order; names that vanish meanwhile are skipped."""
+    try:
+        shards = sorted(files.listdir(layout.rollouts))
+    except FileNotFoundError:
+        return
+    for shard in shards:
+        try:
+            names = files.listdir(f"{layout.rollouts}/{shard}")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        yield from sorted(names)
+
+
+def directories(files: Files, layout: Layout) -> Iterator[tuple[str, Directory | TokcapError | OSError]]:
+    """Every rollout and what its directory shows, or the error that reading it gave."""
+    for rollout_id in rollout_ids(files, layout):
+        try:
+            yield rollout_id, look(files, layout.rollout(rollout_id))
+        except FileNotFoundError:
+            continue  # it changed under our eyes; it is somebody's present work
+        except (TokcapError, OSError) as error:
+            yield rollout_id, error
+
+
+def sweep(engine: Engine, older_than_s: float, *, dry_run: bool = False) -> int:
+    """Remove tombstones older than `older_than_s` and what crashes left; the number of tombstones removed.
+
+    One broken rollout never stops the sweep of the others.
+    """
+    removed = 0
+    limit = time.time() - older_than_s if older_than_s > 0 else float("inf")
+    for rollout_id, directory in directories(engine.files, engine.layout):
+        if not isinstance(directory, Directory):
+            logger.warning("sweep leaves rollout %s alone: %s", rollout_id, directory)
+            continue
+        try:
+            tombstone = directory.tombstone
+            if tombstone is not None and tombstone.retired_at <= limit:
+                removed += dry_run or bool(engine.call(Reset(rollout_id, retired_before=limit)))
+            elif not dry_run and (directory.leftovers or not directory.incarnation or _has_payload(engine, directory)):
+                engine.call(Tidy(rollout_id))
+        except (TokcapError, OSError) as error:
+            logger.warning("sweep could not tidy rollout %s: %s", rollout_id, error)
+    if not dry_run:
+        _sweep_writers(engine.files, engine.layout)
+    return removed
+
+
+def _has_payload(engine: Engine, directory: Directory) -> bool:
+    if directory.tombstone is None:
+        return False
+    return any(not name.startswith("note-") for name in engine.files.listdir(directory.tombstone_path))
+
+
+def _sweep_writers(files: Files, layout: Layout) -> None:
+    """Remove the liveness files of writers that are gone: nobody holds their lock, and names are never used again."""
+    for name in files.listdir(layout.writers):
+        path = f"{layout.writers}/{name}"
+        try:
+            fd = files.open(path)
+        except OSError:
+            continue
+        try:
+            if files.try_lock(fd):
+                files.unlink(path)
+        except OSError as error:
+            logger.warning("sweep could not remove %s: %s", path, error)
+        finally:
+            files.close(fd)
+
+
+def usage_of(files: Files, directory: Directory) -> Usage:
+    """Files and bytes of one rollout."""
+    total = Usage(rollouts=1)
+    seen: set[int] = set()
+    folders = [directory.path]
+    while folders:
+        folder = folders.pop()
+        try:
+            names = files.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for name in names:
+            try:
+                there = files.stat(f"{folder}/{name}")
+            except FileNotFoundError:
+                continue
+            if stat.S_ISDIR(there.st_mode):
+                folders.append(f"{folder}/{name}")
+            elif there.st_ino not in seen:
+                seen.add(there.st_ino)
+                total.files += 1
+                total.bytes += there.st_size
+    return total
+
+
+def usage(files: Files, layout: Layout) -> dict[RolloutState, Usage]:
+    """Rollouts, files and bytes per state."""
+    totals: dict[RolloutState, Usage] = {state: Usage() for state in ("open", "frozen", "retired", "absent")}
+    for _, directory in directories(files, layout):
+        if not isinstance(directory, Directory):
+            continue
+        total, weight = totals[directory.state], usage_of(files, directory)
+        total.rollouts += 1
+        total.files += weight.files
+        total.bytes += weight.bytes
+    return totals
+
+
+class Housekeeper:
+    """Calls a store's sweep about once an hour, from a thread that never keeps the store or the interpreter alive."""
+
+    def __init__(self, owner: Any, due: Callable[[Any], None], *, first_s: float, then_s: float) -> None:
+        self._stop = threading.Event()
+        reference = weakref.ref(owner, lambda _: self._stop.set())
+        self._thread = threading.Thread(
+            target=_keep_house, args=(reference, due, self._stop, first_s, then_s), name="tokcap-sweep", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def _keep_house(
+    reference: weakref.ref[Any], due: Callable[[Any], None], stop: threading.Event, first_s: float, then_s: float
+) -> None:
+    delay = first_s
+    while not stop.wait(delay):
+        owner = reference()
+        if owner is None:
+            return
+        try:
+            due(owner)
+        except Exception:
+            logger.exception("the hourly sweep failed; it is tried again later")
+        del owner
+        delay = then_s

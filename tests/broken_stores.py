@@ -533,10 +533,14 @@ class RacesInFreeze(MemoryStore):
     async def freeze(self, rollout_id: str) -> MemorySnapshot:
         check_rollout_id(rollout_id)
         rollout = self._present(rollout_id)
-        if not rollout.version:
+        if rollout.version == 0:
             await self._turn()
-            rollout.version, rollout.snapshot_id = 1, uuid.uuid4().hex
-            return MemorySnapshot(rollout_id, rollout)
+            raced = self.state.rollouts[rollout_id].version > 0
+            rollout.version = 1
+            snapshot = MemorySnapshot(rollout_id, rollout)
+            if raced:
+                snapshot.snapshot_id = uuid.uuid4().hex
+            return snapshot
         return await super().freeze(rollout_id)
 
 
@@ -819,3 +823,28 @@ class TakesLostForNothing(MemoryStore):
 
     async def settle_call(self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = "") -> None:
         await super().settle_call(rollout_id, model_call_id, "no_generation" if outcome == "lost" else outcome, detail)
+
+
+class KeepsNothing(MemoryStore):
+    """A stub that was meant to be replaced: every operation succeeds, and nothing is kept."""
+
+    async def put_many(self, entries: Iterable[TokenEntry]) -> None:
+        pass
+
+    async def begin_call(self, rollout_id: str, model_call_id: str, choices: int = 1, **known: Any) -> None:
+        pass
+
+    async def settle_call(self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = "") -> None:
+        pass
+
+    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
+        pass
+
+    async def freeze(self, rollout_id: str) -> MemorySnapshot:
+        return MemorySnapshot(rollout_id, Rollout(version=1))
+
+    async def retire(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        return True
+
+    async def reset(self, *rollout_ids: str) -> None:
+        pass

@@ -126,7 +126,7 @@ def _ids_from_sequence(value: Sequence[Any], field: str, where: str) -> IdArray:
 
 
 def _check_id(item: Any, position: int, field: str, where: str) -> None:
-    if isinstance(item, (bool, np.bool_)) or not hasattr(item, "__index__"):
+    if _is_bool(item) or not hasattr(item, "__index__"):
         raise InvalidEntryError(
             f"{where}: {field}[{position}] is {shown(item)}, a token id is an integer (not a bool, a string or a float)"
         )
@@ -134,8 +134,15 @@ def _check_id(item: Any, position: int, field: str, where: str) -> None:
         number = item.__index__()
     except Exception as error:
         raise InvalidEntryError(f"{where}: {field}[{position}] is {shown(item)}, not an integer: {error}") from error
+    if isinstance(number, bool):
+        raise InvalidEntryError(f"{where}: {field}[{position}] is {shown(item)}, not an integer but a bool")
     if not 0 <= number <= MAX_TOKEN_ID:
         raise InvalidEntryError(f"{where}: {field}[{position}] is {shown(number)}, outside 0..{MAX_TOKEN_ID}")
+
+
+def _is_bool(item: object) -> bool:
+    # By the name of its dtype too: a torch scalar answers to __index__ and __float__ even if it is a bool.
+    return isinstance(item, bool) or str(getattr(item, "dtype", "")).endswith("bool")
 
 
 def _refuse_range(source: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], field: str, where: str) -> None:
@@ -156,7 +163,9 @@ def _floats_from_sequence(value: Sequence[Any], field: str, where: str) -> Float
 
 
 def _check_float(item: Any, position: int, field: str, where: str) -> float:
-    if isinstance(item, (bool, np.bool_, str, bytes, bytearray)):
+    if type(item) is float:
+        return item
+    if _is_bool(item) or isinstance(item, (str, bytes, bytearray)):
         raise InvalidEntryError(f"{where}: {field}[{position}] is {shown(item)}, a log-prob is a float or None")
     try:
         return float(item)

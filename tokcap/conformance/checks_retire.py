@@ -19,8 +19,10 @@ _EXACT = (
 async def an_exact_retire_succeeds_and_repeats(kit: Kit) -> None:
     rollout = kit.rollout()
     sink, other = await kit.sink(), await kit.source()
-    await kit.put_in_order(sink, chain(rollout, 3))
+    entries = chain(rollout, 3)
+    await kit.put_in_order(sink, entries)
     snapshot = await kit.freeze(rollout)
+    expect_entries(snapshot, entries, did="put, freeze")
     for source in (await kit.reader(), await kit.reader(), other, await kit.source()):
         answer = await source.retire(rollout, snapshot_id=snapshot.snapshot_id, version=snapshot.version)
         expect_answer(answer, True, did="put, freeze, retire the snapshot, and again through this and other sources")
@@ -31,8 +33,10 @@ async def concurrent_retires_agree(kit: Kit) -> None:
     rollout = kit.rollout()
     sink = await kit.sink()
     sources = [await kit.source() for _ in range(3)]
-    await kit.put_in_order(sink, chain(rollout, 3))
+    entries = chain(rollout, 3)
+    await kit.put_in_order(sink, entries)
     snapshot = await kit.freeze(rollout)
+    expect_entries(snapshot, entries, did="put, freeze")
     answers = await kit.together(
         source.retire(rollout, snapshot_id=snapshot.snapshot_id, version=snapshot.version) for source in sources
     )

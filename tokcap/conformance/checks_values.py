@@ -208,8 +208,10 @@ async def changes_by_a_reader_do_not_reach_the_next_reader(kit: Kit) -> None:
 async def arrays_of_a_snapshot_are_read_only(kit: Kit) -> None:
     rollout = kit.rollout()
     sink = await kit.sink()
-    await sink.put(full_entry(rollout, "call-1"))
+    entry = full_entry(rollout, "call-1")
+    await sink.put(entry)
     snapshot = await kit.freeze(rollout)
+    expect_entries(snapshot, [entry], did="put, freeze")
     expect(
         not hasattr(snapshot.entries, "append") and not hasattr(snapshot.entries, "__setitem__"),
         did="look at snapshot.entries",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import linecache
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, get_args
 
 from . import (
@@ -46,7 +45,6 @@ _MODULES = (
 """Importing them fills `CHECKS`; listed so that the order of a report is that of this list."""
 
 _GRACE_S = 1.0
-_HERE = str(Path(__file__).parent)
 
 
 def check_names() -> tuple[str, ...]:
@@ -124,9 +122,7 @@ async def _failure(one: Check, kit: Kit, timeout_s: float) -> str:
     """Run one check; what went wrong, or an empty text."""
     text = await _bounded(asyncio.ensure_future(one.run(kit)), timeout_s)
     closing = await _bounded(asyncio.ensure_future(kit.close()), min(timeout_s, 10.0))
-    if not text and closing:
-        return f"did: close the instances after the check\n{closing}"
-    return text
+    return text or (closing and f"{closing}\nwhen: the check had passed, and its instances were closed")
 
 
 async def _bounded(task: asyncio.Future[Any], timeout_s: float) -> str:
@@ -137,11 +133,11 @@ async def _bounded(task: asyncio.Future[Any], timeout_s: float) -> str:
             task.cancel()
             raise
         if not task.done():
-            where = _waiting_at(task)
+            text = _waiting(task, timeout_s)
             task.cancel()
             # Not wait_for: a store that swallows the cancellation would hang the kit.
             await asyncio.wait({task}, timeout=_GRACE_S)
-            return f"expected: an end within {timeout_s:g} s\nseen: still waiting at\n{where}"
+            return text
     if task.cancelled():
         return "expected: a result or an error\nseen: CancelledError out of the store, though nobody cancelled"
     error = task.exception()
@@ -153,22 +149,27 @@ async def _bounded(task: asyncio.Future[Any], timeout_s: float) -> str:
 def _unexpected(error: BaseException) -> str:
     """An error that no check provided for: what the check was doing, and where the store raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    in_check = [frame for frame in frames if frame.filename.startswith(_HERE)]
-    did = f"{in_check[-1].line} (in {in_check[-1].name})" if in_check else "run the check"
-    raised = "\n".join(f"  {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in frames[-3:])
     message = "".join(traceback.format_exception_only(error)).strip()
-    return f"did: {did}\nexpected: no error\nseen: {message}\n{raised}"
+    return f"did: {_step(frames)}\nexpected: no error\nseen: {message}\n{_shown(frames[-3:])}"
 
 
-def _waiting_at(task: asyncio.Future[Any]) -> str:
-    """The chain of awaits of a task, innermost last."""
-    lines: list[str] = []
+def _waiting(task: asyncio.Future[Any], timeout_s: float) -> str:
+    """A check that doesn't end: what it was doing, and the awaits below that, innermost last."""
+    frames: list[traceback.FrameSummary] = []
     waiting: Any = task.get_coro() if isinstance(task, asyncio.Task) else None
     while waiting is not None:
         frame: FrameType | None = getattr(waiting, "cr_frame", None)
         if frame is not None:
-            code: CodeType = frame.f_code
-            source = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            lines.append(f"  {code.co_filename}:{frame.f_lineno} {code.co_name}: {source}")
+            frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         waiting = getattr(waiting, "cr_await", None)
-    return "\n".join(lines[-4:]) or "  (unknown)"
+    return f"did: {_step(frames)}\nexpected: an end within {timeout_s:g} s\nseen: waits at\n{_shown(frames[-3:])}"
+
+
+def _step(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of a check; what helpers and the store do below it is shown with the error."""
+    steps = [frame for frame in frames if Path(frame.filename).name.startswith("checks_")]
+    return f"{steps[-1].line} (in {steps[-1].name})" if steps else "close the instances of the check"
+
+
+def _shown(frames: Sequence[traceback.FrameSummary]) -> str:
+    return "\n".join(f"  {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in frames)

@@ -114,7 +114,7 @@ def _array_difference(field: str, seen: Any, expected: Any) -> str:
     first = int(wrong[0])
     return (
         f"{field} differs at {wrong.size} of {seen.size} positions, first at {first}: "
-        f"{rows[0][first]!r} instead of {rows[1][first]!r}"
+        f"{rows[0][first].item()!r} instead of {rows[1][first].item()!r}"
     )
 
 

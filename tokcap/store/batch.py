@@ -65,9 +65,7 @@ class Batch:
         self, rollout_id: str, incarnation: str, segment: int, boot_id: str, created_at: float, predecessor_end: int
     ) -> SegmentHeader:
         """Append the first frame of a segment."""
-        header = SegmentHeader(
-            FORMAT_VERSION, rollout_id, incarnation, segment, boot_id, created_at, predecessor_end
-        )
+        header = SegmentHeader(FORMAT_VERSION, rollout_id, incarnation, segment, boot_id, created_at, predecessor_end)
         self.add_record(Kind.SEGMENT, header)
         return header
 

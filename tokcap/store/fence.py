@@ -22,7 +22,17 @@ import struct
 
 from .files import Files
 
-__all__ = ("CLOSING", "FREEZING", "WAITING", "is_signalled", "lock", "open_fence", "signal", "still_there", "unlock", "unsignal")
+__all__ = (
+    "CLOSING",
+    "FREEZING",
+    "WAITING",
+    "is_signalled",
+    "lock",
+    "open_fence",
+    "signal",
+    "still_there",
+    "unlock",
+)
 
 WAITING, FREEZING, CLOSING = 1, 2, 3
 
@@ -64,12 +74,8 @@ def still_there(files: Files, fd: int, path: str) -> bool:
 
 
 def signal(fd: int, name: int) -> None:
-    """Show `name` to others until `fd` is closed or `unsignal`; several may show it at once."""
+    """Show `name` to others until `fd` is closed; several may show it at once."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_RDLCK, name))
-
-
-def unsignal(fd: int, name: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, name))
 
 
 def is_signalled(fd: int, name: int) -> bool:

@@ -145,7 +145,7 @@ class Scan(msgspec.Struct):
 
 
 def segment_seed(incarnation: str, name: str) -> int:
-    """The start value of the checksums of one file of an incarnation; never 0, so that zeros are never a valid frame."""
+    """Where the checksums of one file of an incarnation start; never 0, so that zeros are never a valid frame."""
     return zlib.crc32(f"{incarnation}/{name}".encode()) or 1
 
 

@@ -141,7 +141,10 @@ class Retire(Lifecycle):
                 _remove_payload(rollout.files, directory.tombstone_path)
                 return True
             return False
-        if directory.state != "frozen" or (directory.incarnation, directory.version) != (self.snapshot_id, self.version):
+        if directory.state != "frozen" or (directory.incarnation, directory.version) != (
+            self.snapshot_id,
+            self.version,
+        ):
             return False
         rollout.drop()
         files = rollout.files

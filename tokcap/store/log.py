@@ -194,9 +194,9 @@ class LogReader:
 
     def _check_seal(self, path: str, data: Buffer, found: Scan) -> None:
         last = found.frames[-1] if found.frames else None
-        if last is None or last.kind != Kind.SEAL:
-            if not found.damage or found.damage[-1].end < len(data) or not data:
-                self._damaged(path, len(data), len(data), "the end of a sealed segment is missing")
+        told = bool(found.damage) and found.damage[-1].end >= len(data) > 0
+        if (last is None or last.kind != Kind.SEAL) and not told:
+            self._damaged(path, len(data), len(data), "the end of a sealed segment is missing")
 
     def _read_link(self, path: str, link: LinkName) -> None:
         data = self._load(path)
@@ -365,4 +365,3 @@ def _owned_finish(record: FinishRecord) -> FinishRecord:
 def finish_meta(record: FinishRecord | None) -> dict[str, object]:
     """What `finish` was told."""
     return {} if record is None else decode_content(bytes(record.meta))
-

@@ -62,8 +62,8 @@ def fill_sequence(nodes: Sequence[Node], index: int, out: npt.NDArray[np.int32],
         index = node.parent
 
 
-def common_prefix(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """How many ids are equal from the start. A mismatch near the start is found without reading the rest."""
+def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """How many elements are equal from the start. A mismatch near the start is found without reading the rest."""
     length = min(len(one), len(other))
     start, step = 0, 64
     while start < length:

@@ -204,7 +204,7 @@ def encode_entry(
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _smallest_ids(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -5,13 +5,14 @@ Everything here runs while the caller holds the fence of the rollout.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
 from ..errors import CorruptError
 from .batch import Batch
 from .files import Files, durability_error
-from .frame import ACKNOWLEDGED, TRAILER_SIZE, Kind, scan, segment_seed
+from .frame import ACKNOWLEDGED, TRAILER_SIZE, Kind, scan
 from .layout import OPEN, SEALED, TORN, Directory, Layout, SegmentName, look, remove_tree
 from .ledger import Ledger
 from .log import LogReader, SegmentRead
@@ -111,7 +112,9 @@ class Rollout:
             return False
         if (there.st_ino, there.st_dev) != segment.inode or there.st_nlink != 1:
             return False
-        return there.st_size == segment.append_at or (there.st_size > segment.append_at and self._catch_up(there.st_size))
+        return there.st_size == segment.append_at or (
+            there.st_size > segment.append_at and self._catch_up(there.st_size)
+        )
 
     def _catch_up(self, size: int) -> bool:
         """Read what another process appended to the segment; False if that can't be continued."""
@@ -119,7 +122,8 @@ class Rollout:
         assert log is not None and log.segment is not None
         segment = log.segment
         try:
-            self._open_descriptor(segment)
+            if segment.fd < 0:
+                segment.fd = self.files.open(segment.path, write=True)
             data = self.files.read(segment.fd, size - segment.append_at, segment.append_at)
         except OSError:
             return False
@@ -179,6 +183,9 @@ class Rollout:
 
     # ---- writing
 
+    def needs_new_segment(self, log: OpenLog) -> bool:
+        return log.segment is None or log.segment.append_at >= self.segment_bytes
+
     def new_batch(self, log: OpenLog, now: float) -> Batch:
         """A batch for the log's segment; for a new one if there is none to continue."""
         segment = log.segment
@@ -195,7 +202,7 @@ class Rollout:
         if not log.directory.incarnation:
             log.directory.incarnation = log.reader.incarnation = os.urandom(16).hex()
         name = SegmentName(log.last_name.number + 1 if log.last_name else 1, OPEN)
-        batch = Batch(seed=segment_seed(log.directory.incarnation, f"{name.number:06d}"), offset=0, sequence=0, number=0)
+        batch = Batch(seed=log.reader.seed(name.number), offset=0, sequence=0, number=0)
         header = batch.add_header(
             self.rollout_id, log.directory.incarnation, name.number, self.boot_id, now, log.last_end
         )
@@ -213,29 +220,56 @@ class Rollout:
 
     def write(self, log: OpenLog, batch: Batch) -> None:
         """Make a batch durable. Raises `DurabilityError`; then nothing of it counts and the log must be read again."""
-        segment = log.segment
-        assert segment is not None
-        started = segment.fd < 0 and batch.first == 0
+        error: OSError | None = None
+        self.append(log, batch)
         try:
-            if started:
-                self._start_segment(log, segment)
-            else:
-                self._open_descriptor(segment)
+            self.sync(log, batch)
+        except OSError as failure:
+            error = failure
+        self.acknowledge(log, batch, error)
+
+    def _segment(self, log: OpenLog) -> OpenSegment:
+        assert log.segment is not None
+        return log.segment
+
+    def append(self, log: OpenLog, batch: Batch) -> None:
+        """First step of `write`: the bytes, not yet durable."""
+        segment = self._segment(log)
+        try:
+            if segment.fd < 0:
+                if batch.offset == 0:
+                    self._start_segment(log, segment)
+                else:
+                    segment.fd = self.files.open(segment.path, write=True)
             self.files.write(segment.fd, batch.buffers(), batch.offset)
         except OSError as error:
             self.drop()
-            raise durability_error(error, f"rollout {self.rollout_id}: can't write {segment.path}", segment.path) from error
-        try:
-            self.files.fdatasync(segment.fd)
-            if not self._names_synced:
-                self._sync_names(log)
-            elif started:
-                self.files.fsync_directory(log.directory.incarnation_path)
-            # From here on other processes believe the batch.
-            self.files.acknowledge(segment.fd, ACKNOWLEDGED, batch.trailer_offset)
-        except OSError as error:
-            self._abandon(segment)
-            raise durability_error(error, f"rollout {self.rollout_id}: can't sync {segment.path}", segment.path) from error
+            raise durability_error(
+                error, f"rollout {self.rollout_id}: can't write {segment.path}", segment.path
+            ) from error
+
+    def sync(self, log: OpenLog, batch: Batch) -> None:
+        """Second step: durable. Touches nothing but descriptors, so that it may run in another thread."""
+        segment = self._segment(log)
+        self.files.fdatasync(segment.fd)
+        if not self._names_synced:
+            self._sync_names(log)
+        elif batch.offset == 0:
+            self.files.fsync_directory(log.directory.incarnation_path)
+
+    def acknowledge(self, log: OpenLog, batch: Batch, error: OSError | None) -> None:
+        """Third step, given the error of the second: other processes believe the batch from here on."""
+        segment = self._segment(log)
+        if error is None:
+            try:
+                self.files.acknowledge(segment.fd, ACKNOWLEDGED, batch.trailer_offset)
+            except OSError as failure:
+                error = failure
+        if error is not None:
+            self._abandon()
+            raise durability_error(
+                error, f"rollout {self.rollout_id}: can't sync {segment.path}", segment.path
+            ) from error
         segment.append_at = batch.append_at
         segment.next_sequence = batch.next_sequence
         segment.next_batch = batch.number + 1
@@ -245,10 +279,8 @@ class Rollout:
     def _start_segment(self, log: OpenLog, segment: OpenSegment) -> None:
         incarnation_path = log.directory.incarnation_path
         if log.last_name is None:
-            try:
+            with contextlib.suppress(FileExistsError):
                 self.files.mkdir(incarnation_path)
-            except FileExistsError:
-                pass
         elif log.last_name.kind == OPEN:
             # Named first, so that no process with an older picture can still append to it.
             torn = SegmentName(log.last_name.number, TORN)
@@ -257,10 +289,6 @@ class Rollout:
         segment.fd = self.files.create(segment.path)
         there = self.files.fstat(segment.fd)
         segment.inode = (there.st_ino, there.st_dev)
-
-    def _open_descriptor(self, segment: OpenSegment) -> None:
-        if segment.fd < 0:
-            segment.fd = self.files.open(segment.path, write=True)
 
     def _sync_names(self, log: OpenLog) -> None:
         """Every directory entry that leads to a first record, from the segment up to the shard's."""
@@ -299,7 +327,7 @@ class Rollout:
         except OSError as error:
             raise durability_error(error, f"rollout {self.rollout_id}: can't seal", self.path) from error
 
-    def _abandon(self, segment: OpenSegment) -> None:
+    def _abandon(self) -> None:
         """After a failed sync: say durably, if the device still can, that the batch doesn't count.
 
         In this boot its trailer stays zero and nobody believes it; a later boot could believe its whole frames. The
@@ -308,15 +336,11 @@ class Rollout:
         self.drop()
         try:
             log = self.load(self.look())
-            if log.segment is not None or log.directory.state != "open":
-                return
-            batch = self.new_batch(log, time.time())
-            successor = log.segment
-            self._start_segment(log, successor)
-            self.files.write(successor.fd, batch.buffers(), 0)
-            self.files.fdatasync(successor.fd)
-            self.files.fsync_directory(log.directory.incarnation_path)
-            self.files.acknowledge(successor.fd, ACKNOWLEDGED, batch.trailer_offset)
+            if log.segment is None and log.directory.state == "open":
+                batch = self.new_batch(log, time.time())
+                self.append(log, batch)
+                self.sync(log, batch)
+                self.files.acknowledge(self._segment(log).fd, ACKNOWLEDGED, batch.trailer_offset)
         except (OSError, CorruptError):
             return
         finally:

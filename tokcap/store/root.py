@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import grp
 import logging
@@ -22,7 +23,22 @@ __all__ = ("boot_id", "file_system_of", "group_id_of", "open_root", "read_marker
 logger = logging.getLogger("tokcap.store")
 
 _MARKER_SEED = 0x746F6B63
-_REFUSED = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse", "fuseblk", "9p", "ceph", "lustre", "afs", "gfs2", "vfat", "exfat")
+_REFUSED = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "fuse",
+    "fuseblk",
+    "9p",
+    "ceph",
+    "lustre",
+    "afs",
+    "gfs2",
+    "vfat",
+    "exfat",
+)
 """Known for locks that are local to one client, or for hard links that are copies or missing."""
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 _decode_marker = msgspec.msgpack.Decoder(RootMarker).decode
@@ -100,10 +116,8 @@ def _make(files: Files, path: str) -> None:
         missing.append(path)
         path = os.path.dirname(path)
     for name in reversed(missing):
-        try:
+        with contextlib.suppress(FileExistsError):
             files.mkdir(name)
-        except FileExistsError:
-            pass
         files.fsync_directory(os.path.dirname(name))
 
 
@@ -132,7 +146,8 @@ def _check_root(files: Files, root: str) -> None:
     shared = files.modes.group_id is not None
     if shared and there.st_gid != files.modes.group_id:
         raise UnsafeDirectoryError(
-            errno.EPERM, f"{root} belongs to group {there.st_gid}, not {files.modes.group_id}: chgrp it, or give its group"
+            errno.EPERM,
+            f"{root} belongs to group {there.st_gid}, not {files.modes.group_id}: chgrp it, or give its group",
         )
     if there.st_uid != os.geteuid() and not shared:
         raise UnsafeDirectoryError(
@@ -146,7 +161,9 @@ def _check_root(files: Files, root: str) -> None:
             errno.EPERM, f"{root} has mode {mode:04o}, others can write to it: chmod {mode & ~unwanted:04o} {root}"
         )
     if mode & (stat.S_IROTH | stat.S_IXOTH) or (not shared and mode & (stat.S_IRGRP | stat.S_IXGRP)):
-        logger.warning("%s has mode %04o: others can read what the policy said; chmod 0700 makes it private", root, mode)
+        logger.warning(
+            "%s has mode %04o: others can read what the policy said; chmod 0700 makes it private", root, mode
+        )
 
 
 def _check_file_system(files: Files, layout: Layout, allow_unsafe: bool) -> str:
@@ -155,14 +172,16 @@ def _check_file_system(files: Files, layout: Layout, allow_unsafe: bool) -> str:
         if kind in _REFUSED or kind.startswith("fuse."):
             raise UnsafeFilesystemError(
                 errno.EOPNOTSUPP,
-                f"{layout.root} is on {kind}, where hard links or locks don't hold what tokcap needs: use a local disk, "
-                "or allow_unsafe_fs=True at your own risk",
+                f"{layout.root} is on {kind}, where hard links or locks don't hold what tokcap needs: "
+                "use a local disk, or allow_unsafe_fs=True at your own risk",
             )
         if read_marker(files, layout) is None:  # a marked store was probed when it was made
             _probe(files, layout)
     if kind in _VOLATILE:
         logger.warning(
-            "%s is on %s: records survive a killed process, but %s", layout.root, kind,
+            "%s is on %s: records survive a killed process, but %s",
+            layout.root,
+            kind,
             "nothing survives a power cut" if kind != "overlay" else "not the removal of the container",
         )
     return kind
@@ -184,8 +203,8 @@ def _probe(files: Files, layout: Layout) -> None:
                 raise
             raise UnsafeFilesystemError(
                 error.errno,
-                f"{layout.root} is on a file system without hard links ({error.strerror}), which snapshots are made of: "
-                "use a local disk (ext4, xfs, btrfs)",
+                f"{layout.root} is on a file system without hard links ({error.strerror}), "
+                "which snapshots are made of: use a local disk (ext4, xfs, btrfs)",
             ) from error
         try:
             descriptors += [files.open_directory(layout.root), files.open_directory(layout.root)]

@@ -157,7 +157,9 @@ class Entries(Sequence[TokenEntry]):
         """The stored part of a node, viewed in place."""
         if self._buffers is None:
             raise ClosedError(f"the snapshot of rollout {self._rollout_id} is closed")
-        return StoredEntry(memoryview(self._buffers[node.segment])[node.body_start : node.body_start + node.body_length])
+        return StoredEntry(
+            memoryview(self._buffers[node.segment])[node.body_start : node.body_start + node.body_length]
+        )
 
     def entry(self, index: int) -> TokenEntry:
         """Node `index` as the entry that was put."""
@@ -339,4 +341,3 @@ def links_of(reader: LogReader) -> tuple[list[tuple[str, LinkName]], list[Indexe
         sources.append((reader.paths[read.number], LinkName(read.number, length)))
         segments.append(IndexedSegment(read.number, length, crc32(memoryview(data)[:length])))
     return sources, segments
-

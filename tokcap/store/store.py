@@ -170,7 +170,7 @@ class FileStore:
                     self._files,
                     self._layout,
                     boot_id=self._boot_id,
-                    threads=settings["sync_threads"] or sync_threads_for(kind),
+                    sync_threads=settings["sync_threads"] or sync_threads_for(kind),
                     cache_bytes=settings["cache_bytes"],
                     segment_bytes=settings["segment_bytes"],
                     descriptors=_descriptor_budget(),
@@ -304,7 +304,13 @@ class FileStore:
         if not isinstance(idempotency_key, str):
             raise InvalidEntryError(f"{where}: idempotency_key is {idempotency_key!r}, expected a string")
         operation = Begin(
-            rollout_id, model_call_id, choices, self._live_writer(), retry_count, _clean(idempotency_key), b"".join(digests)
+            rollout_id,
+            model_call_id,
+            choices,
+            self._live_writer(),
+            retry_count,
+            _clean(idempotency_key),
+            b"".join(digests),
         )
         operation.attempts = self._attempts
         return operation
@@ -324,9 +330,7 @@ class FileStore:
         If it raises, don't generate: `FrozenError` (also while a freeze waits), `RetiredError`, `DurabilityError` ...
         """
         await self._await(
-            self._begin_operation(
-                rollout_id, model_call_id, choices, request_digests, retry_count, idempotency_key
-            )
+            self._begin_operation(rollout_id, model_call_id, choices, request_digests, retry_count, idempotency_key)
         )
 
     def begin_call_now(
@@ -341,9 +345,7 @@ class FileStore:
     ) -> None:
         """`begin_call`, blocking."""
         self._call(
-            self._begin_operation(
-                rollout_id, model_call_id, choices, request_digests, retry_count, idempotency_key
-            )
+            self._begin_operation(rollout_id, model_call_id, choices, request_digests, retry_count, idempotency_key)
         )
 
     def _settle_operation(self, rollout_id: str, model_call_id: str, outcome: str, detail: str) -> Settle:
@@ -358,9 +360,7 @@ class FileStore:
         operation.attempts = self._attempts
         return operation
 
-    async def settle_call(
-        self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = ""
-    ) -> None:
+    async def settle_call(self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = "") -> None:
         """Say how a call ended that has no entry: `no_generation` (only on proof), `aborted` or `lost`.
 
         On a frozen rollout it makes a new version if the call's outcome changes; on a retired one it is noted beside
@@ -368,9 +368,7 @@ class FileStore:
         """
         await self._await(self._settle_operation(rollout_id, model_call_id, outcome, detail))
 
-    def settle_call_now(
-        self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = ""
-    ) -> None:
+    def settle_call_now(self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = "") -> None:
         """`settle_call`, blocking."""
         self._call(self._settle_operation(rollout_id, model_call_id, outcome, detail))
 
@@ -533,7 +531,9 @@ class FileStore:
     def _open_published(self, rollout_id: str) -> Snapshot:
         def opened(directory: Directory) -> Snapshot:
             if directory.state in ("open", "absent"):
-                raise ReadOnlyError(f"rollout {rollout_id} is {directory.state}; a read-only store can't freeze, only read")
+                raise ReadOnlyError(
+                    f"rollout {rollout_id} is {directory.state}; a read-only store can't freeze, only read"
+                )
             return self._read(rollout_id, directory)
 
         return self._patiently(rollout_id, opened)

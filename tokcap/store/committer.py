@@ -1,0 +1,170 @@
+"""The committer: one thread that writes batches for all open rollouts, and a few that wait for the device.
+
+Writing a batch is a handful of short calls; done by many threads at once they would spend their time handing each
+other the interpreter. So one thread encodes and writes, hands descriptors to sync threads that do nothing but wait,
+and acknowledges what comes back. What is done at about the same time is delivered by one wake-up per event loop.
+Whatever is not the short path (a first put, a reload, a frozen rollout, a freeze) goes to the workers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from ..errors import DurabilityError
+from .operations import Operation, RecordOperation
+from .queue import Queued
+from .serving import Server, fail
+
+__all__ = ("Committer",)
+
+
+class Committer:
+    """`take` a queued rollout; `elsewhere` gets those that are not for the short path, `leave` those that are done."""
+
+    def __init__(
+        self,
+        server: Server,
+        sync_threads: int,
+        *,
+        pending: Callable[[Queued], list[Operation]],
+        elsewhere: Callable[[Queued, list[Operation]], None],
+        leave: Callable[[Queued, list[Operation]], None],
+        deliver: Callable[[list[Operation]], None],
+    ) -> None:
+        self._server = server
+        self._sync_threads = sync_threads
+        self._pending, self._elsewhere, self._leave, self._deliver = pending, elsewhere, leave, deliver
+        self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
+        self._to_sync: SimpleQueue[Queued | None] = SimpleQueue()
+        self._syncing = 0
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+
+    def take(self, queued: Queued) -> None:
+        """A rollout with operations, or one whose sync has returned."""
+        self._inbox.put(queued)
+        if not self._threads:
+            with self._starting:
+                if not self._threads:
+                    self._start(self._run, "tokcap-committer")
+
+    def stop(self) -> None:
+        """End the threads once the inbox is empty."""
+        if self._threads:
+            self._inbox.put(None)
+
+    def _start(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        while True:
+            arrived: list[Queued | None] = [self._inbox.get()]
+            try:
+                while True:
+                    arrived.append(self._inbox.get_nowait())
+            except Empty:
+                pass
+            stop = None in arrived
+            fresh: list[Queued] = []
+            finished: list[Operation] = []
+            for queued in arrived:
+                if queued is None:
+                    continue
+                if queued.commit is None:
+                    fresh.append(queued)
+                else:
+                    self._syncing -= 1
+                    self._finish(queued, finished)
+            if finished:
+                self._deliver(finished)
+            self._write_all(fresh)
+            if stop:
+                for _ in self._threads[1:]:
+                    self._to_sync.put(None)
+                return
+
+    def _write_all(self, fresh: list[Queued]) -> None:
+        finished: list[Operation] = []
+        written: list[Queued] = []
+        inline = self._sync_threads <= 1
+        for queued in fresh:
+            if self._write(queued, finished):
+                if inline:
+                    self._sync(queued, finished)
+                else:
+                    written.append(queued)
+        if len(written) == 1 and not self._syncing and self._inbox.empty():
+            # Alone: handing over would only add two wake-ups.
+            self._sync(written.pop(), finished)
+        for queued in written:
+            self._syncing += 1
+            self._to_sync.put(queued)
+        while len(self._threads) - 1 < min(self._sync_threads, self._syncing):
+            self._start(self._wait_for_device, "tokcap-sync")
+        if finished:
+            self._deliver(finished)
+
+    def _sync(self, queued: Queued, finished: list[Operation]) -> None:
+        assert queued.commit is not None
+        queued.commit.sync()
+        self._finish(queued, finished)
+
+    def _wait_for_device(self) -> None:
+        while True:
+            queued = self._to_sync.get()
+            if queued is None:
+                return
+            assert queued.commit is not None
+            queued.commit.sync()
+            self._inbox.put(queued)
+
+    def _write(self, queued: Queued, finished: list[Operation]) -> bool:
+        """Write what waits for an open rollout that nobody else changed; True if it now has to be synced."""
+        rollout = queued.rollout
+        operations = self._pending(queued)
+        log = rollout.log
+        if log is None or rollout.needs_new_segment(log) or not all(isinstance(o, RecordOperation) for o in operations):
+            self._elsewhere(queued, operations)
+            return False
+        try:
+            if self._server.enter(rollout, create=False) != "held":
+                self._elsewhere(queued, operations)
+                return False
+        except BaseException as error:
+            fail(operations, error, rollout.path)
+            self._done(queued, operations, finished, held=False)
+            return False
+        if rollout.log is not log:
+            queued.entered = operations
+            self._elsewhere(queued, operations)
+            return False
+        try:
+            queued.commit = self._server.start_commit(rollout, log, operations)  # type: ignore[arg-type]
+        except BaseException as error:
+            rollout.drop()
+            fail([operation for operation in operations if operation.error is None], error, rollout.path)
+        queued.operations = operations
+        if queued.commit is None:
+            self._done(queued, operations, finished, held=True)
+            return False
+        return True
+
+    def _finish(self, queued: Queued, finished: list[Operation]) -> None:
+        commit, operations = queued.commit, queued.operations
+        queued.commit, queued.operations = None, []
+        assert commit is not None
+        try:
+            self._server.finish_commit(commit)
+        except DurabilityError as error:
+            fail([operation for operation in operations if operation.error is None], error, queued.rollout.path)
+        self._done(queued, operations, finished, held=True)
+
+    def _done(self, queued: Queued, operations: list[Operation], finished: list[Operation], *, held: bool) -> None:
+        if held:
+            self._server.leave(queued.rollout)
+        finished += operations
+        self._leave(queued, operations)

@@ -1,0 +1,197 @@
+"""Serving one rollout: take its fence, do what is asked, in order. Used by every thread of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from ..errors import BusyError, TokcapError
+from . import fence
+from .batch import Batch
+from .files import Files, durability_error
+from .layout import Directory, Layout
+from .lifecycle import Lifecycle, apply_to_frozen
+from .notes import Notes
+from .operations import Operation, RecordOperation
+from .rollout import OpenLog, Rollout
+
+__all__ = ("Commit", "Server", "fail")
+
+
+def fail(operations: Sequence[Operation], error: BaseException, path: str) -> None:
+    """Leave `error` to whoever waits for these operations."""
+    if isinstance(error, OSError) and not isinstance(error, TokcapError):
+        error = durability_error(error, "the store's directory can't be used", path)
+    for operation in operations:
+        operation.error = error
+
+
+class Commit:
+    """A batch between its write and its acknowledgement."""
+
+    __slots__ = ("batch", "error", "log", "operations", "rollout")
+
+    def __init__(self, rollout: Rollout, log: OpenLog, batch: Batch, operations: list[RecordOperation]) -> None:
+        self.rollout, self.log, self.batch, self.operations = rollout, log, batch, operations
+        self.error: OSError | None = None
+
+    def sync(self) -> None:
+        """Wait for the device; needs nothing but the descriptor."""
+        try:
+            self.rollout.sync(self.log, self.batch)
+        except OSError as error:
+            self.error = error
+
+
+class Server:
+    """Does operations on rollouts; holds no state of its own but which directories are known."""
+
+    def __init__(self, files: Files, layout: Layout) -> None:
+        self.files, self.layout = files, layout
+        self._known_shards: set[str] = set()
+
+    # ---- the fence
+
+    def enter(self, rollout: Rollout, create: bool) -> str:
+        """Take the fence: `held`, `busy`, or `absent` if there is nothing to take and nothing is to be made."""
+        while True:
+            if rollout.fence_fd < 0:
+                fd = fence.open_fence(self.files, rollout.path)
+                if fd is None:
+                    if not create:
+                        return "absent"
+                    self._make_directory(rollout)
+                    continue
+                rollout.fence_fd = fd
+            if not fence.lock(self.files, rollout.fence_fd):
+                return "busy"
+            if rollout.is_current():
+                return "held"
+            rollout.drop()
+            if fence.still_there(self.files, rollout.fence_fd, rollout.path):
+                return "held"
+            rollout.close_descriptors()
+
+    def leave(self, rollout: Rollout) -> None:
+        """Give the fence back."""
+        if rollout.fence_fd >= 0:
+            fence.unlock(self.files, rollout.fence_fd)
+
+    def _make_directory(self, rollout: Rollout) -> None:
+        shard = self.layout.shard(rollout.rollout_id)
+        if shard not in self._known_shards:
+            with contextlib.suppress(FileExistsError):
+                self.files.mkdir(shard)
+            # Whoever made it may have died before it was durable.
+            self.files.fsync_directory(self.layout.rollouts)
+            self._known_shards.add(shard)
+        try:
+            self.files.mkdir(rollout.path)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self._known_shards.discard(shard)
+
+    # ---- operations, the fence held
+
+    def run(self, rollout: Rollout, operations: list[Operation]) -> None:
+        """Do all operations in order; their results and errors are left in them."""
+        records: list[RecordOperation] = []
+        for operation in operations:
+            if isinstance(operation, RecordOperation):
+                records.append(operation)
+                continue
+            self._run_records(rollout, records)
+            records = []
+            self._run_alone(rollout, operation)
+        self._run_records(rollout, records)
+
+    def _run_alone(self, rollout: Rollout, operation: Operation) -> None:
+        assert isinstance(operation, Lifecycle)
+        try:
+            self._reenter(rollout, operation.creates)
+            operation.result = operation.run(rollout) if rollout.fence_fd >= 0 else False
+        except Exception as error:
+            rollout.drop()
+            fail([operation], error, rollout.path)
+
+    def _reenter(self, rollout: Rollout, create: bool) -> None:
+        """If an earlier operation of the same turn removed the directory, make another one."""
+        if rollout.fence_fd < 0 and self.enter(rollout, create) == "busy":
+            rollout.close_descriptors()
+            raise BusyError(
+                f"rollout {rollout.rollout_id} was taken by another process right after its reset; try again"
+            )
+
+    def _run_records(self, rollout: Rollout, operations: list[RecordOperation]) -> None:
+        if not operations:
+            return
+        try:
+            self._reenter(rollout, any(operation.creates for operation in operations))
+            log = rollout.log
+            if log is None:
+                directory = rollout.look() if rollout.fence_fd >= 0 else Directory(rollout.path)
+                if directory.state in ("frozen", "retired"):
+                    self._run_closed(rollout, directory, operations)
+                    return
+                log = rollout.load(directory)
+            commit = self.start_commit(rollout, log, operations)
+            if commit is not None:
+                commit.sync()
+                self.finish_commit(commit)
+        except Exception as error:
+            rollout.drop()
+            fail([operation for operation in operations if operation.error is None], error, rollout.path)
+
+    def _run_closed(self, rollout: Rollout, directory: Directory, operations: list[RecordOperation]) -> None:
+        for operation in operations:
+            try:
+                operation.check_attempt(directory.state, directory.incarnation)
+                if directory.state == "retired":
+                    notes = Notes(self.files, directory.tombstone_path, directory.incarnation, directory.notes)
+                    operation.apply_retired(notes)
+                else:
+                    apply_to_frozen(rollout, directory, operation)
+                    directory = rollout.look()
+                operation.done(directory.incarnation)
+                operation.error = operation.verdict
+            except Exception as error:
+                fail([operation], error, rollout.path)
+
+    # ---- a commit, in steps
+
+    def start_commit(self, rollout: Rollout, log: OpenLog, operations: list[RecordOperation]) -> Commit | None:
+        """Apply record operations to an open log and write their frames; None if there was nothing to write.
+
+        Raises `DurabilityError` if the write fails. What an operation itself forbids is left in the operation.
+        """
+        log.closing = rollout.fence_fd >= 0 and fence.is_signalled(rollout.fence_fd, fence.CLOSING)
+        batch = rollout.new_batch(log, time.time())
+        empty = len(batch)
+        exists = log.last_name is not None
+        accepted: list[RecordOperation] = []
+        for operation in operations:
+            try:
+                operation.check_attempt("open" if exists else "absent", log.directory.incarnation)
+                operation.apply(log, batch)
+                accepted.append(operation)
+            except TokcapError as error:
+                operation.error = error
+        commit = Commit(rollout, log, batch, accepted)
+        if len(batch) == empty:
+            rollout.discard(log, batch)
+            self._accept(commit)
+            return None
+        rollout.append(log, batch)
+        return commit
+
+    def finish_commit(self, commit: Commit) -> None:
+        """Acknowledge a commit that was synced. Raises `DurabilityError` if the sync had failed."""
+        commit.rollout.acknowledge(commit.log, commit.batch, commit.error)
+        self._accept(commit)
+
+    def _accept(self, commit: Commit) -> None:
+        for operation in commit.operations:
+            operation.done(commit.log.directory.incarnation)
+            operation.error = operation.verdict

@@ -6,7 +6,8 @@ Reading order: `frame` (the bytes), `records` (what they mean), `layout` (names 
 
 from __future__ import annotations
 
+from .looking import RolloutStat
 from .snapshot import Snapshot
-from .store import FileStore, RolloutStat
+from .store import FileStore
 
 __all__ = ("FileStore", "RolloutStat", "Snapshot")

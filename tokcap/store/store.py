@@ -8,71 +8,33 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from ..content import storable
 from ..entry import TokenEntry
-from ..errors import (
-    ClosedError,
-    InvalidEntryError,
-    InvalidOutcomeError,
-    ReadOnlyError,
-    RetiredError,
-    TokcapError,
-)
-from ..ids import check_model_call_id, check_rollout_id
-from ..protocol import CallRecord, Delivered, RolloutState, SettledOutcome
+from ..errors import ClosedError, ReadOnlyError
+from ..ids import check_rollout_id
+from ..protocol import Delivered, RolloutState, SettledOutcome
 from . import fence
 from .engine import Engine
-from .files import Files, Modes, durability_error
-from .layout import Directory, Layout, absolute, look
-from .ledger import Damage
+from .files import Files, Modes
+from .layout import Directory, Layout, absolute
 from .lifecycle import Freeze, Lifecycle, Reset, Retire
-from .log import LogReader
-from .notes import Notes
-from .operations import Attempts, Begin, Deliver, Finish, Operation, Put, Settle
+from .liveness import Liveness
+from .looking import Looker, RolloutStat
+from .operations import Begin, Operation
+from .requests import Requests
 from .rollout import Rollout
 from .root import boot_id, group_id_of, open_root, read_marker, sync_threads_for
-from .snapshot import Snapshot, index_of, open_snapshot
-from .sweep import Housekeeper, Usage, directories, sweep, usage, usage_of
-from .waiters import Mailbox
+from .snapshot import Snapshot
+from .sweep import Housekeeper, Usage, directories, sweep, usage
+from .waiters import Mailbox, in_thread
 
-__all__ = ("FileStore", "RolloutStat")
-
-_T = TypeVar("_T")
+__all__ = ("FileStore",)
 
 _STORES: weakref.WeakSet[FileStore] = weakref.WeakSet()
 """Only so that a forked child can close what it inherited."""
 
-_OUTCOMES = ("no_generation", "aborted", "lost")
-_DELIVERED = ("full", "partly", "no", "unknown")
 _HOUR = 3600.0
-
-
-class RolloutStat(msgspec.Struct, frozen=True):
-    """What the directory shows of one rollout."""
-
-    rollout_id: str
-    state: RolloutState
-    snapshot_id: str = ""
-    """Identity of the incarnation; empty if absent."""
-    version: int = 0
-    """Of the published snapshot, or of the one that was retired."""
-    retired_at: float | None = None
-    """Unix seconds."""
-    entries: int = 0
-    calls: tuple[CallRecord, ...] = ()
-    incomplete: bool = False
-    finished: bool = False
-    meta: dict[str, Any] = {}
-    late: tuple[str, ...] = ()
-    """What was said after the log was closed, in words."""
-    files: int = 0
-    bytes: int = 0
-    damage: tuple[Damage, ...] = ()
-    torn: tuple[Damage, ...] = ()
 
 
 class FileStore:
@@ -132,8 +94,8 @@ class FileStore:
         self._files = files or Files(Modes(group_id_of(group)))
         self._layout = Layout(self._settings["dir"])
         self._boot_id = boot_id()
+        self._looker = Looker(self._files, self._layout, self._boot_id)
         self._closed = False
-        self._unstorable = 0
         self._start()
         _STORES.add(self)
         if read_only:
@@ -146,10 +108,11 @@ class FileStore:
         self._pid = os.getpid()
         self._guard = threading.Lock()
         self._engine: Engine | None = None
-        self._attempts = Attempts()
+        self._requests = Requests(
+            require_intent=self._settings["require_intent"], max_entry_bytes=self._settings["max_entry_bytes"]
+        )
+        self._liveness = Liveness(self._files, self._layout)
         self._mailboxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
-        self._writer = ""
-        self._writer_fd = -1
         self._housekeeper: Housekeeper | None = None
 
     # ---- the machinery behind every method
@@ -196,48 +159,7 @@ class FileStore:
     def _call(self, operation: Operation) -> Any:
         return self._running().call(operation)
 
-    async def _in_thread(self, function: Callable[[], _T]) -> _T:
-        """Run something long and rare in a thread of its own, which others don't need."""
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
-
-        def finish(result: Any, error: BaseException | None) -> None:
-            if not future.done():
-                future.set_exception(error) if error is not None else future.set_result(result)
-
-        def work() -> None:
-            result: Any = None
-            failure: BaseException | None = None
-            try:
-                result = function()
-            except BaseException as error:
-                failure = error
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                loop.call_soon_threadsafe(finish, result, failure)
-
-        threading.Thread(target=work, name="tokcap-task", daemon=True).start()
-        return await future
-
     # ---- sink
-
-    def _put_operation(self, entries: Sequence[TokenEntry]) -> Put:
-        for entry in entries:
-            if not isinstance(entry, TokenEntry):
-                raise InvalidEntryError(f"put takes TokenEntry objects, not {type(entry).__name__}")
-        operation = Put(entries, require_intent=self._settings["require_intent"])
-        for entry, contents in zip(entries, operation.contents, strict=True):
-            size = _size(entry) + len(contents)
-            if size > self._settings["max_entry_bytes"]:
-                raise InvalidEntryError(
-                    f"rollout {entry.rollout_id}, call {entry.model_call_id}: the entry has {size} bytes, "
-                    f"max_entry_bytes is {self._settings['max_entry_bytes']}"
-                )
-            if b"__tokcap_unstorable__" in contents:
-                self._unstorable += contents.count(b"__tokcap_unstorable__")
-        operation.attempts = self._attempts
-        return operation
 
     async def put(self, entry: TokenEntry) -> None:
         """Store one entry; when this returns it is durable and every process on the node sees it.
@@ -246,25 +168,11 @@ class FileStore:
         durable), `FrozenError`, `RetiredError`, `StaleAttemptError`, `BusyError`, `DurabilityError`. Cancelled, it
         is whole or absent, and others are not affected.
         """
-        await self._await(self._put_operation((entry,)))
+        await self._await(self._requests.put((entry,)))
 
     def put_now(self, entry: TokenEntry) -> None:
         """`put`, blocking."""
-        self._call(self._put_operation((entry,)))
-
-    def _put_operations(self, entries: Iterable[TokenEntry]) -> list[Put]:
-        by_rollout: dict[str, list[TokenEntry]] = {}
-        for entry in entries:
-            if not isinstance(entry, TokenEntry):
-                raise InvalidEntryError(f"put_many takes TokenEntry objects, not {type(entry).__name__}")
-            by_rollout.setdefault(entry.rollout_id, []).append(entry)
-        operations = []
-        for rollout_entries in by_rollout.values():
-            by_call: dict[str, list[TokenEntry]] = {}
-            for entry in rollout_entries:
-                by_call.setdefault(entry.model_call_id, []).append(entry)
-            operations += [self._put_operation(choices) for choices in by_call.values()]
-        return operations
+        self._call(self._requests.put((entry,)))
 
     async def put_many(self, entries: Iterable[TokenEntry]) -> None:
         """Store several entries; the choices of one call become durable together or not at all.
@@ -273,47 +181,12 @@ class FileStore:
         """
         import asyncio
 
-        results = await asyncio.gather(
-            *(self._await(operation) for operation in self._put_operations(entries)), return_exceptions=True
-        )
-        _raise_first(results)
+        operations = self._requests.put_many(entries)
+        _raise_first(await asyncio.gather(*(self._await(o) for o in operations), return_exceptions=True))
 
     def put_many_now(self, entries: Iterable[TokenEntry]) -> None:
         """`put_many`, blocking."""
-        _raise_first([_caught(self._call, operation) for operation in self._put_operations(entries)])
-
-    def _begin_operation(
-        self,
-        rollout_id: str,
-        model_call_id: str,
-        choices: int,
-        request_digests: Iterable[bytes],
-        retry_count: int,
-        idempotency_key: str,
-    ) -> Begin:
-        check_rollout_id(rollout_id)
-        check_model_call_id(model_call_id, rollout_id=rollout_id)
-        where = f"rollout {rollout_id}, call {model_call_id}"
-        if isinstance(choices, bool) or not isinstance(choices, int) or not 1 <= choices < 2**31:
-            raise InvalidEntryError(f"{where}: choices is {choices!r}, expected an integer from 1")
-        digests = list(request_digests)
-        if not all(isinstance(digest, bytes) and len(digest) == 16 for digest in digests):
-            raise InvalidEntryError(f"{where}: request_digests must be 16 bytes each")
-        if isinstance(retry_count, bool) or not isinstance(retry_count, int) or not 0 <= retry_count < 2**31:
-            raise InvalidEntryError(f"{where}: retry_count is {retry_count!r}, expected an integer from 0")
-        if not isinstance(idempotency_key, str):
-            raise InvalidEntryError(f"{where}: idempotency_key is {idempotency_key!r}, expected a string")
-        operation = Begin(
-            rollout_id,
-            model_call_id,
-            choices,
-            self._live_writer(),
-            retry_count,
-            _clean(idempotency_key),
-            b"".join(digests),
-        )
-        operation.attempts = self._attempts
-        return operation
+        _raise_first(self._running().call_many(self._requests.put_many(entries)))
 
     async def begin_call(
         self,
@@ -328,9 +201,10 @@ class FileStore:
         """A durable intent, before generation: a call that never comes back then shows as `open`.
 
         If it raises, don't generate: `FrozenError` (also while a freeze waits), `RetiredError`, `DurabilityError` ...
+        request_digests: 16 bytes per message of the request; a repeated history is stored once.
         """
         await self._await(
-            self._begin_operation(rollout_id, model_call_id, choices, request_digests, retry_count, idempotency_key)
+            self._begin(rollout_id, model_call_id, choices, request_digests, retry_count, idempotency_key)
         )
 
     def begin_call_now(
@@ -344,21 +218,21 @@ class FileStore:
         idempotency_key: str = "",
     ) -> None:
         """`begin_call`, blocking."""
-        self._call(
-            self._begin_operation(rollout_id, model_call_id, choices, request_digests, retry_count, idempotency_key)
-        )
+        self._call(self._begin(rollout_id, model_call_id, choices, request_digests, retry_count, idempotency_key))
 
-    def _settle_operation(self, rollout_id: str, model_call_id: str, outcome: str, detail: str) -> Settle:
-        check_rollout_id(rollout_id)
-        check_model_call_id(model_call_id, rollout_id=rollout_id)
-        if outcome not in _OUTCOMES:
-            raise InvalidOutcomeError(
-                f"rollout {rollout_id}, call {model_call_id}: outcome is {outcome!r}, settle_call takes "
-                f"{', '.join(_OUTCOMES)} (an entry that is put makes a call recorded)"
-            )
-        operation = Settle(rollout_id, model_call_id, outcome, _clean(detail))  # type: ignore[arg-type]
-        operation.attempts = self._attempts
-        return operation
+    def _begin(
+        self,
+        rollout_id: str,
+        model_call_id: str,
+        choices: int,
+        request_digests: Iterable[bytes],
+        retry_count: int,
+        idempotency_key: str,
+    ) -> Begin:
+        self._running()
+        return self._requests.begin(
+            rollout_id, model_call_id, choices, self._liveness.name(), request_digests, retry_count, idempotency_key
+        )
 
     async def settle_call(self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = "") -> None:
         """Say how a call ended that has no entry: `no_generation` (only on proof), `aborted` or `lost`.
@@ -366,58 +240,35 @@ class FileStore:
         On a frozen rollout it makes a new version if the call's outcome changes; on a retired one it is noted beside
         the tombstone. Raises `InvalidOutcomeError`, `StaleAttemptError`, `BusyError`, `DurabilityError`.
         """
-        await self._await(self._settle_operation(rollout_id, model_call_id, outcome, detail))
+        await self._await(self._requests.settle(rollout_id, model_call_id, outcome, detail))
 
     def settle_call_now(self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = "") -> None:
         """`settle_call`, blocking."""
-        self._call(self._settle_operation(rollout_id, model_call_id, outcome, detail))
-
-    def _mark_operation(self, rollout_id: str, model_call_id: str) -> Settle:
-        check_rollout_id(rollout_id)
-        if model_call_id != "":
-            check_model_call_id(model_call_id, rollout_id=rollout_id)
-        operation = Settle(rollout_id, model_call_id, "lost", "marked incomplete")
-        operation.attempts = self._attempts
-        return operation
+        self._call(self._requests.settle(rollout_id, model_call_id, outcome, detail))
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         """A call happened and its record is lost; an empty id is one unnamed lost call."""
-        await self._await(self._mark_operation(rollout_id, model_call_id))
+        await self._await(self._requests.mark(rollout_id, model_call_id))
 
     def mark_incomplete_now(self, rollout_id: str, model_call_id: str = "") -> None:
         """`mark_incomplete`, blocking."""
-        self._call(self._mark_operation(rollout_id, model_call_id))
-
-    def _delivery_operation(self, rollout_id: str, model_call_id: str, delivered: str) -> Deliver:
-        check_rollout_id(rollout_id)
-        check_model_call_id(model_call_id, rollout_id=rollout_id)
-        if delivered not in _DELIVERED:
-            raise InvalidOutcomeError(
-                f"rollout {rollout_id}, call {model_call_id}: delivered is {delivered!r}, expected one of "
-                f"{', '.join(_DELIVERED)}"
-            )
-        operation = Deliver(rollout_id, model_call_id, delivered)  # type: ignore[arg-type]
-        operation.attempts = self._attempts
-        return operation
+        self._call(self._requests.mark(rollout_id, model_call_id))
 
     async def note_delivery(self, rollout_id: str, model_call_id: str, delivered: Delivered) -> None:
         """How much of the answer the client received. After a freeze it makes no new version."""
-        await self._await(self._delivery_operation(rollout_id, model_call_id, delivered))
+        await self._await(self._requests.deliver(rollout_id, model_call_id, delivered))
 
     def note_delivery_now(self, rollout_id: str, model_call_id: str, delivered: Delivered) -> None:
         """`note_delivery`, blocking."""
-        self._call(self._delivery_operation(rollout_id, model_call_id, delivered))
-
-    def _finish_operation(self, rollout_id: str, meta: dict[str, Any] | None) -> Finish:
-        return Finish(check_rollout_id(rollout_id), storable(meta or {}))
+        self._call(self._requests.deliver(rollout_id, model_call_id, delivered))
 
     async def finish(self, rollout_id: str, meta: dict[str, Any] | None = None) -> None:
         """A durable note by the owner of the rollout (reward, group ...); the consumer finds it in `snapshot.meta`."""
-        await self._await(self._finish_operation(rollout_id, meta))
+        await self._await(self._requests.finish(rollout_id, meta))
 
     def finish_now(self, rollout_id: str, meta: dict[str, Any] | None = None) -> None:
         """`finish`, blocking."""
-        self._call(self._finish_operation(rollout_id, meta))
+        self._call(self._requests.finish(rollout_id, meta))
 
     # ---- source
 
@@ -432,11 +283,11 @@ class FileStore:
 
         check_rollout_id(rollout_id)
         if self._settings["read_only"]:
-            return await self._in_thread(lambda: self.freeze_now(rollout_id))
+            return await in_thread(lambda: self.freeze_now(rollout_id))
         if wait_open_s > 0:
             with self._closing(rollout_id) as waiting:
                 deadline = time.monotonic() + wait_open_s
-                while waiting and await self._await(_OpenCalls(rollout_id, self._is_alive)):
+                while waiting and await self._await(_OpenCalls(rollout_id, self._liveness.is_alive)):
                     if time.monotonic() >= deadline:
                         break
                     await asyncio.sleep(0.01)
@@ -451,12 +302,12 @@ class FileStore:
         """`freeze`, blocking."""
         check_rollout_id(rollout_id)
         if self._settings["read_only"]:
-            return self._open_published(rollout_id)
+            return self._looker.published(rollout_id)
         snapshot: Snapshot
         if wait_open_s > 0:
             with self._closing(rollout_id) as waiting:
                 deadline = time.monotonic() + wait_open_s
-                while waiting and self._call(_OpenCalls(rollout_id, self._is_alive)):
+                while waiting and self._call(_OpenCalls(rollout_id, self._liveness.is_alive)):
                     if time.monotonic() >= deadline:
                         break
                     time.sleep(0.01)
@@ -511,98 +362,29 @@ class FileStore:
 
         An absent rollout gives an empty look; a retired one raises `RetiredError`.
         """
-        return await self._in_thread(lambda: self.read_now(rollout_id))
+        return await in_thread(lambda: self.read_now(rollout_id))
 
     def read_now(self, rollout_id: str) -> Snapshot:
         """`read`, blocking."""
-        check_rollout_id(rollout_id)
-        return self._patiently(rollout_id, lambda directory: self._read(rollout_id, directory))
-
-    def _read(self, rollout_id: str, directory: Directory) -> Snapshot:
-        if directory.state == "retired":
-            raise RetiredError(f"rollout {rollout_id} was consumed and retired")
-        if directory.state == "frozen":
-            return open_snapshot(self._files, directory, rollout_id, self._boot_id)
-        reader = LogReader(self._files, rollout_id, directory.incarnation, self._boot_id)
-        reader.keep_buffers = True
-        reader.read_open(directory)
-        return Snapshot(index_of(reader, 0, []), reader.buffers, reader.paths)
-
-    def _open_published(self, rollout_id: str) -> Snapshot:
-        def opened(directory: Directory) -> Snapshot:
-            if directory.state in ("open", "absent"):
-                raise ReadOnlyError(
-                    f"rollout {rollout_id} is {directory.state}; a read-only store can't freeze, only read"
-                )
-            return self._read(rollout_id, directory)
-
-        return self._patiently(rollout_id, opened)
-
-    def _patiently(self, rollout_id: str, function: Callable[[Directory], _T]) -> _T:
-        """Look without a lock: what is renamed under our eyes is looked at again."""
-        path = self._layout.rollout(rollout_id)
-        for attempt in range(20):
-            try:
-                return function(look(self._files, path))
-            except FileNotFoundError:
-                time.sleep(0.001 * attempt)
-            except OSError as error:
-                raise durability_error(error, f"rollout {rollout_id}: can't read it", path) from error
-        return function(look(self._files, path))
+        return self._looker.read(rollout_id)
 
     async def stat(self, rollout_id: str) -> RolloutStat:
         """State, calls, size, damage and late notes of one rollout. Takes no lock."""
-        return await self._in_thread(lambda: self.stat_now(rollout_id))
+        return await in_thread(lambda: self.stat_now(rollout_id))
 
     def stat_now(self, rollout_id: str) -> RolloutStat:
         """`stat`, blocking."""
-        check_rollout_id(rollout_id)
-        return self._patiently(rollout_id, lambda directory: self._stat(rollout_id, directory))
-
-    def _stat(self, rollout_id: str, directory: Directory) -> RolloutStat:
-        if directory.state == "absent":
-            return RolloutStat(rollout_id, "absent")
-        weight = usage_of(self._files, directory)
-        if directory.tombstone is not None:
-            notes = Notes(self._files, directory.tombstone_path, directory.incarnation, directory.notes)
-            return RolloutStat(
-                rollout_id,
-                "retired",
-                directory.incarnation,
-                directory.tombstone.version,
-                directory.tombstone.retired_at,
-                late=tuple(str(note) for note in notes.read()),
-                files=weight.files,
-                bytes=weight.bytes,
-            )
-        notes = Notes(self._files, directory.incarnation_path, directory.incarnation, directory.notes)
-        with self._read(rollout_id, directory) as snapshot:
-            return RolloutStat(
-                rollout_id,
-                directory.state,
-                directory.incarnation,
-                directory.version,
-                entries=len(snapshot.entries),
-                calls=snapshot.calls,
-                incomplete=snapshot.incomplete,
-                finished=snapshot.finished,
-                meta=snapshot.meta,
-                late=tuple(str(note) for note in notes.read()),
-                files=weight.files,
-                bytes=weight.bytes,
-                damage=snapshot.damage,
-                torn=snapshot.torn,
-            )
+        return self._looker.stat(rollout_id)
 
     def rollouts(self) -> Rollouts:
         """Every rollout that is not absent, as `(rollout_id, state)`; for `for` and for `async for`."""
-        return Rollouts(self)
+        return Rollouts(self._looker)
 
     rollouts_now = rollouts
 
     async def usage(self) -> dict[RolloutState, Usage]:
         """Rollouts, files and bytes per state."""
-        return await self._in_thread(self.usage_now)
+        return await in_thread(self.usage_now)
 
     def usage_now(self) -> dict[RolloutState, Usage]:
         """`usage`, blocking."""
@@ -611,13 +393,13 @@ class FileStore:
     @property
     def unstorable(self) -> int:
         """How many values of entries put through this object had no JSON form and were replaced by their repr."""
-        return self._unstorable
+        return self._requests.unstorable
 
     # ---- housekeeping
 
     async def sweep(self, older_than_s: float, *, dry_run: bool = False) -> int:
         """Remove tombstones older than that (0: every one) and what crashes left; how many tombstones went."""
-        return await self._in_thread(lambda: self.sweep_now(older_than_s, dry_run=dry_run))
+        return await in_thread(lambda: self.sweep_now(older_than_s, dry_run=dry_run))
 
     def sweep_now(self, older_than_s: float, *, dry_run: bool = False) -> int:
         """`sweep`, blocking."""
@@ -640,7 +422,7 @@ class FileStore:
 
     async def expire(self, older_than_s: float) -> int:
         """Remove open and frozen rollouts that nobody has touched for that long, consumed or not; how many went."""
-        return await self._in_thread(lambda: self.expire_now(older_than_s))
+        return await in_thread(lambda: self.expire_now(older_than_s))
 
     def expire_now(self, older_than_s: float) -> int:
         """`expire`, blocking."""
@@ -657,7 +439,7 @@ class FileStore:
     async def close(self) -> None:
         """Finish what is queued, seal the segments of this object, free its threads and descriptors. Repeatable."""
         if not self._closed:
-            await self._in_thread(self.close_now)
+            await in_thread(self.close_now)
 
     def close_now(self) -> None:
         """`close`, blocking."""
@@ -669,9 +451,7 @@ class FileStore:
         if self._housekeeper is not None:
             self._housekeeper.stop()
         errors = engine.close() if engine is not None else []
-        if self._writer_fd >= 0:
-            self._files.close(self._writer_fd)
-            self._writer_fd = -1
+        self._liveness.end()
         if errors:
             raise errors[0]
 
@@ -696,40 +476,8 @@ class FileStore:
     def _after_fork(self) -> None:
         if self._engine is not None:
             self._engine.abandon()
-        if self._writer_fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._writer_fd)
+        self._liveness.abandon()
         self._start()
-
-    # ---- who is alive
-
-    def _live_writer(self) -> str:
-        """The identity of this writer; a lock on its file tells others that it is alive, until the kernel drops it."""
-        if not self._writer:
-            self._running()
-            with self._guard:
-                if not self._writer:
-                    name = os.urandom(8).hex()
-                    path = f"{self._layout.writers}/{name}"
-                    try:
-                        fd = self._files.create(path)
-                        self._files.try_lock(fd)
-                    except OSError as error:
-                        raise durability_error(error, "can't show that this writer is alive", path) from error
-                    self._writer_fd, self._writer = fd, name
-        return self._writer
-
-    def _is_alive(self, writer: str) -> bool:
-        if writer == self._writer:
-            return True
-        try:
-            fd = self._files.open(f"{self._layout.writers}/{writer}")
-        except OSError:
-            return False
-        try:
-            return not self._files.try_lock(fd)
-        finally:
-            self._files.close(fd)
 
     @contextlib.contextmanager
     def _closing(self, rollout_id: str) -> Generator[bool, None, None]:
@@ -749,19 +497,14 @@ class FileStore:
 class Rollouts:
     """Iterates over `(rollout_id, state)` pairs, in either way."""
 
-    def __init__(self, store: FileStore) -> None:
-        self._store = store
+    def __init__(self, looker: Looker) -> None:
+        self._looker = looker
 
     def __iter__(self) -> Iterator[tuple[str, RolloutState]]:
-        for rollout_id, directory in directories(self._store._files, self._store._layout):
-            if isinstance(directory, Directory):
-                if directory.state != "absent":
-                    yield rollout_id, directory.state
-            else:
-                raise directory
+        return self._looker.rollouts()
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, RolloutState]]:
-        for pair in await self._store._in_thread(lambda: list(self)):
+        for pair in await in_thread(lambda: list(self)):
             yield pair
 
 
@@ -795,29 +538,6 @@ def _descriptor_budget() -> int:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, min(soft // 2, 8192)) if soft != resource.RLIM_INFINITY else 8192
-
-
-def _size(entry: TokenEntry) -> int:
-    experts = entry.routed_experts
-    return (
-        entry.prompt_token_ids.nbytes
-        + entry.generation_token_ids.nbytes
-        + entry.generation_log_probs.nbytes
-        + (0 if experts is None else experts.nbytes)
-        + sum(map(len, entry.pieces or ()))
-    )
-
-
-def _clean(text: str) -> str:
-    """Words for people: whatever UTF-8 can't hold is replaced, rather than the statement refused."""
-    return str(text).encode("utf-8", "replace").decode()
-
-
-def _caught(function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except TokcapError as error:
-        return error
 
 
 def _raise_first(results: Iterable[Any]) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .operations import Operation
 
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ("Mailbox", "ThreadWaiter", "deliver")
+__all__ = ("Mailbox", "ThreadWaiter", "deliver", "in_thread")
+
+
+_T = TypeVar("_T")
 
 
 class ThreadWaiter:
@@ -59,6 +64,35 @@ class Mailbox:
                 future.set_exception(operation.error)
             else:
                 future.set_result(operation.result)
+
+
+async def in_thread(function: Callable[[], _T]) -> _T:
+    """Run something long and rare in a thread of its own, which nobody else needs."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def work() -> None:
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=work, name="tokcap-task", daemon=True).start()
+    return await future
 
 
 def deliver(operations: list[Operation]) -> None:

@@ -1,0 +1,64 @@
+"""Who is alive: a writer that begins calls holds a lock on a file of its own, until the kernel drops it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+from .files import Files, durability_error
+from .layout import Layout
+
+__all__ = ("Liveness",)
+
+
+class Liveness:
+    """The liveness file of one store object. It says nothing that would have to survive a power cut: nobody does."""
+
+    def __init__(self, files: Files, layout: Layout) -> None:
+        self._files, self._layout = files, layout
+        self._guard = threading.Lock()
+        self._name = ""
+        self._fd = -1
+
+    def name(self) -> str:
+        """The identity of this writer, shown to be alive from now on."""
+        if not self._name:
+            with self._guard:
+                if not self._name:
+                    name = os.urandom(8).hex()
+                    path = f"{self._layout.writers}/{name}"
+                    try:
+                        self._fd = self._files.create(path)
+                        self._files.try_lock(self._fd)
+                    except OSError as error:
+                        raise durability_error(error, "can't show that this writer is alive", path) from error
+                    self._name = name
+        return self._name
+
+    def is_alive(self, writer: str) -> bool:
+        """Whether the process behind an intent still runs."""
+        if writer == self._name:
+            return True
+        try:
+            fd = self._files.open(f"{self._layout.writers}/{writer}")
+        except OSError:
+            return False
+        try:
+            return not self._files.try_lock(fd)
+        finally:
+            self._files.close(fd)
+
+    def end(self) -> None:
+        """This writer begins no more calls."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._files.unlink(f"{self._layout.writers}/{self._name}")
+            self._files.close(self._fd)
+            self._fd = -1
+
+    def abandon(self) -> None:
+        """In a forked child: the parent lives on."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)

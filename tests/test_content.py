@@ -463,7 +463,28 @@ def test_canonical_form_of_different_values_differs(one: Any, other: Any) -> Non
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xc1", b"\x92\x01", b"\x01\x01", b"\xd4\x7f\x00", b"\xd9\x05ab", encode_content({"a": 2**70})[:-1]],
+    [
+        b"",
+        b"\xc1",
+        b"\x92\x01",
+        b"\x01\x01",
+        b"\xd4\x7f\x00",
+        b"\xd9\x05ab",
+        b"\xa2\x00\x80",
+        b"\x91" * 100_000,
+        encode_content({"a": 2**70})[:-1],
+    ],
+    ids=[
+        "nothing",
+        "unused type",
+        "cut list",
+        "two values",
+        "unknown extension",
+        "cut text",
+        "no UTF-8",
+        "nested without end",
+        "cut integer",
+    ],
 )
 def test_decoding_foreign_bytes_raises_a_decode_error(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):

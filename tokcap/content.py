@@ -235,4 +235,7 @@ _decoder = msgspec.msgpack.Decoder(ext_hook=_extension)
 
 def decode_content(data: bytes | memoryview) -> Any:
     """The value that `encode_content` was given. Raises `msgspec.DecodeError` on bytes that it did not write."""
-    return _decoder.decode(data)
+    try:
+        return _decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # an older msgspec lets the first through
+        raise msgspec.DecodeError(f"damaged content: {error}") from error

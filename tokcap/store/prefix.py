@@ -19,6 +19,9 @@ __all__ = ("NO_PARENT", "Node", "PrefixSearch", "common_prefix", "fill_sequence"
 
 NO_PARENT = -1
 
+_HEAD = 256
+"""Elements that are compared before the rest is looked at."""
+
 _LEAST_SHARED = 16
 """Ids; sharing less saves nothing and would tie the fate of one record to another."""
 
@@ -65,14 +68,14 @@ def fill_sequence(nodes: Sequence[Node], index: int, out: npt.NDArray[np.int32],
 def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     """How many elements are equal from the start. A mismatch near the start is found without reading the rest."""
     length = min(len(one), len(other))
-    start, step = 0, 64
-    while start < length:
-        end = min(length, start + step)
-        differs = one[start:end] != other[start:end]
-        position = int(differs.argmax())
-        if differs[position]:
-            return start + position
-        start, step = end, step * 16
+    start = 0
+    for end in (min(length, _HEAD), length):
+        if end > start:
+            differs = one[start:end] != other[start:end]
+            position = int(differs.argmax())
+            if differs[position]:
+                return start + position
+            start = end
     return length
 
 

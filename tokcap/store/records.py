@@ -204,23 +204,30 @@ def encode_entry(
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
+    plain = array.ndim == 1 and array.dtype.kind in "iuf"
+    return (array if plain else array.reshape(-1).view(np.uint8)).data.cast("B")
 
 
 def _smallest_ids(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    largest = int(ids.max()) if len(ids) else 0
+    largest = int(np.maximum.reduce(ids)) if len(ids) else 0
     dtype = ID_DTYPES[0] if largest < 2**8 else ID_DTYPES[1] if largest < 2**16 else ID_DTYPES[2]
     return ids.astype(dtype, copy=False)
 
 
 def _smallest_log_probs(log_probs: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    bits = log_probs.view(np.int64)
+    if not len(log_probs):
+        return log_probs.astype(LOG_PROB_DTYPES[0])
+    exact = log_probs.tobytes()
+    smallest = log_probs.astype(_FLOAT64, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        for dtype in LOG_PROB_DTYPES[:-1]:
+        for dtype in LOG_PROB_DTYPES[-2::-1]:
+            if dtype.itemsize == 2 and log_probs[:1].astype(dtype).astype(_FLOAT64).tobytes() != exact[:8]:
+                break  # the first value alone tells nearly always that float16 is too narrow
             narrow = log_probs.astype(dtype)
-            if np.array_equal(narrow.astype(_FLOAT64).view(np.int64), bits):
-                return narrow
-    return log_probs.astype(_FLOAT64, copy=False)
+            if narrow.astype(_FLOAT64).tobytes() != exact:
+                break
+            smallest = narrow
+    return smallest
 
 
 def _dtype_description(dtype: np.dtype[Any]) -> Any:

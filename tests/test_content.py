@@ -503,3 +503,12 @@ def test_decoding_a_damaged_extension_raises_a_decode_error(payload: bytes) -> N
 def test_decoding_any_bytes_gives_a_value_or_a_decode_error(data: bytes) -> None:
     with contextlib.suppress(msgspec.DecodeError):
         decode_content(data)
+
+
+@pytest.mark.parametrize("step", [lambda inner: [inner], lambda inner: {"k": inner}], ids=["lists", "dicts"])
+def test_storing_what_was_stored_before_changes_nothing_even_at_the_nesting_limit(step: Callable[[Any], Any]) -> None:
+    deep: Any = 1
+    for _ in range(MAX_NESTING + 100):
+        deep = step(deep)
+    once = storable(deep)
+    assert storable(once) == once

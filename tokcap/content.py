@@ -73,7 +73,8 @@ class _Copier:
             return _unstorable(value) if plain is None else plain
         identity = id(value)
         if depth >= MAX_NESTING or identity in self._open:
-            return _unstorable(value)
+            # What was replaced before stays as it is: an entry that is copied again is still the same entry.
+            return dict(value) if _is_replacement(value) else _unstorable(value)
         if identity in self._met:
             repeated = True
             if self._repeated >= MAX_REPEATED:
@@ -98,6 +99,10 @@ class _Copier:
                 return _unstorable(mapping)
             copied[str.__str__(key)] = self.copy(item, depth + 1, repeated)
         return copied
+
+
+def _is_replacement(value: Any) -> bool:
+    return type(value) is dict and len(value) == 1 and type(value.get(UNSTORABLE_KEY)) is str
 
 
 def _plain(value: object) -> Any:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from tokcap.store.root import file_system_of
 
-__all__ = ("Unavailable", "describe", "place")
+__all__ = ("UnavailableError", "describe", "place")
 
 IMAGE_BYTES = 2 << 30
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """This place can't be had here; the message says why."""
 
 
@@ -30,7 +30,7 @@ def place(name: str) -> Generator[Path, None, None]:
         return
     parent = "/dev/shm" if name == "tmpfs" else os.environ.get("TOKCAP_BENCH_DIR", tempfile.gettempdir())
     if name == "tmpfs" and file_system_of(parent) != "tmpfs":
-        raise Unavailable(f"{parent} is not a tmpfs")
+        raise UnavailableError(f"{parent} is not a tmpfs")
     path = Path(tempfile.mkdtemp(prefix="tokcap-bench-", dir=parent))
     try:
         yield path
@@ -41,7 +41,7 @@ def place(name: str) -> Generator[Path, None, None]:
 @contextlib.contextmanager
 def _loop_ext4() -> Generator[Path, None, None]:
     if os.geteuid() != 0:
-        raise Unavailable("mounting a loop device needs root")
+        raise UnavailableError("mounting a loop device needs root")
     work = Path(tempfile.mkdtemp(prefix="tokcap-ext4-"))
     image, mount = work / "image", work / "mount"
     mount.mkdir()
@@ -52,7 +52,7 @@ def _loop_ext4() -> Generator[Path, None, None]:
                 file.write(bytes(1 << 20))
         _command("mkfs.ext4", "-q", "-F", str(image))
         _command("mount", "-o", "loop", str(image), str(mount))
-    except Unavailable:
+    except UnavailableError:
         shutil.rmtree(work, ignore_errors=True)
         raise
     try:
@@ -68,9 +68,9 @@ def _command(*words: str) -> None:
     try:
         subprocess.run(words, check=True, capture_output=True, text=True)
     except FileNotFoundError:
-        raise Unavailable(f"{words[0]} is not installed") from None
+        raise UnavailableError(f"{words[0]} is not installed") from None
     except subprocess.CalledProcessError as error:
-        raise Unavailable(f"{' '.join(words)}: {error.stderr.strip()}") from None
+        raise UnavailableError(f"{' '.join(words)}: {error.stderr.strip()}") from None
 
 
 def describe(path: Path) -> str:

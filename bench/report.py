@@ -15,7 +15,7 @@ import statistics
 import sys
 
 from .candidates import CANDIDATES, Measured, run
-from .places import Unavailable, describe, place
+from .places import UnavailableError, describe, place
 from .workload import Workload, calls
 
 
@@ -27,7 +27,8 @@ def main() -> int:
         f"{workload.rollouts} rollouts x {workload.turns} turns, first prompt {workload.first_prompt} ids, "
         f"{workload.per_turn} more a turn, {workload.sampled} sampled; asyncio, one process; "
         f"median of {arguments.rounds} rounds, candidates in turn\n"
-        f"{datetime.date.today()}, {os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}\n"
+        f"{datetime.date.today()}, {os.cpu_count()} cores, Linux {platform.release()}, "
+        f"Python {platform.python_version()}\n"
     )
     print("| file system | candidate | puts/s | tokcap is | p50 ms | p99 ms | CPU s per 1,000 | MB on disk |")
     print("|---|---|---|---|---|---|---|---|")
@@ -40,7 +41,7 @@ def main() -> int:
                     for candidate, results in rounds.items():
                         results.append(run(candidate, directory / f"{number}-{candidate}", conversations))
                 _print_rows(where, rounds)
-        except Unavailable as error:
+        except UnavailableError as error:
             print(f"| {name} | not measured: {error} | | | | | | |")
     return 0
 

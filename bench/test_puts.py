@@ -15,7 +15,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from .candidates import CANDIDATES, run
-from .places import Unavailable, place
+from .places import UnavailableError, place
 from .workload import Call, Workload, calls
 
 
@@ -24,7 +24,7 @@ def where(request: pytest.FixtureRequest) -> Generator[Path, None, None]:
     try:
         with place(request.param) as directory:
             yield directory
-    except Unavailable as error:
+    except UnavailableError as error:
         pytest.skip(str(error))
 
 
@@ -38,7 +38,7 @@ def test_durable_puts_of_64_rollouts(
     benchmark: BenchmarkFixture, where: Path, candidate: str, conversations: list[list[Call]]
 ) -> None:
     numbers = itertools.count()
-    measured = benchmark.pedantic(
+    measured = benchmark.pedantic(  # type: ignore[no-untyped-call]
         lambda: run(candidate, where / f"{candidate}-{next(numbers)}", conversations), rounds=3, warmup_rounds=1
     )
     benchmark.extra_info["puts_per_second"] = round(measured.per_second)

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from ..errors import DurabilityError
 from .operations import Operation, RecordOperation
 from .queue import Queued
 from .serving import Server, fail
@@ -159,7 +158,8 @@ class Committer:
         assert commit is not None
         try:
             self._server.finish_commit(commit)
-        except DurabilityError as error:
+        except BaseException as error:
+            queued.rollout.drop()
             fail([operation for operation in operations if operation.error is None], error, queued.rollout.path)
         self._done(queued, operations, finished, held=True)
 

@@ -7,7 +7,8 @@ the journal of the file system merges them.
     submit -> queue of the rollout -> committer   short path: a batch for an open rollout
                                    -> workers     the rest: first puts, reloads, freezes, retirements, resets
                                    -> usher       while another process holds the fence; then to the workers
-    call   -> the calling thread does it itself, if nobody serves the rollout at the moment
+    call   -> the calling thread does it itself, if nobody serves the rollout at the moment (and it is not the main
+              thread, which a signal may interrupt anywhere)
 """
 
 from __future__ import annotations
@@ -99,7 +100,11 @@ class Engine:
         waiter = operation.waiter = ThreadWaiter()
         queued = self._enqueue(operation)
         if queued is not None:
-            self._serve(queued)
+            if threading.current_thread() is threading.main_thread():
+                # A signal handler may raise at any point of this thread: it only waits.
+                self._committer.take(queued)
+            else:
+                self._serve(queued)
         waiter.wait()
         if operation.error is not None:
             raise operation.error

@@ -112,6 +112,8 @@ class FileStore:
             require_intent=self._settings["require_intent"], max_entry_bytes=self._settings["max_entry_bytes"]
         )
         self._liveness = Liveness(self._files, self._layout)
+        self._signalling: set[int] = set()
+        """Descriptors that show others that a freeze waits for open calls."""
         self._mailboxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
         self._housekeeper: Housekeeper | None = None
 
@@ -477,6 +479,9 @@ class FileStore:
         if self._engine is not None:
             self._engine.abandon()
         self._liveness.abandon()
+        for fd in self._signalling:
+            with contextlib.suppress(OSError):
+                os.close(fd)
         self._start()
 
     @contextlib.contextmanager
@@ -487,11 +492,14 @@ class FileStore:
         if fd is None:
             yield False
             return
+        self._signalling.add(fd)
         try:
             fence.signal(fd, fence.CLOSING)
             yield True
         finally:
-            self._files.close(fd)
+            if fd in self._signalling:  # not in a child that was forked meanwhile
+                self._signalling.discard(fd)
+                self._files.close(fd)
 
 
 class Rollouts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +40,7 @@ class Mailbox:
     """Finished operations of one event loop. Many that finish at about the same time wake the loop once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
+        self._loop = weakref.ref(loop)  # or a store would keep every loop that it ever served
         self._finished: deque[Operation] = deque()
         self._called = False
 
@@ -47,10 +48,10 @@ class Mailbox:
         self._finished.extend(operations)
         if not self._called:
             self._called = True
-            try:
-                self.loop.call_soon_threadsafe(self._empty)
-            except RuntimeError:
-                return  # the loop was closed: nobody waits any more
+            loop = self._loop()
+            if loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                    loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
         self._called = False

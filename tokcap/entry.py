@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,6 +17,9 @@ from .errors import InvalidEntryError
 from .ids import check_model_call_id, check_rollout_id
 
 __all__ = ("SCHEMA_VERSION", "TokenEntry", "identical")
+
+TokenIdsLike: TypeAlias = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]
+LogProbsLike: TypeAlias = Sequence[float | None] | npt.NDArray[np.floating[Any]]
 
 SCHEMA_VERSION = 1
 """Of `TokenEntry` itself: an entry of a newer version is refused, an older one is read."""
@@ -60,6 +64,30 @@ class TokenEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """The bytes of each sampled token, if the engine tells."""
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    if TYPE_CHECKING:
+        # What is taken is wider than what is shown.
+        def __init__(
+            self,
+            rollout_id: str,
+            model_call_id: str,
+            prompt_token_ids: TokenIdsLike,
+            generation_token_ids: TokenIdsLike,
+            generation_log_probs: LogProbsLike,
+            choice_index: int = 0,
+            routed_experts: npt.ArrayLike | None = None,
+            output_items: Sequence[Mapping[str, Any]] = (),
+            token_item_index: int | None = None,
+            model: str = "",
+            response_id: str = "",
+            finish_reason: str = "",
+            created_at: float = 0.0,
+            policy_versions: Sequence[Sequence[Any]] = (),
+            sampling: Mapping[str, Any] = ...,
+            pieces: Sequence[bytes] | None = None,
+            extra: Mapping[str, Any] = ...,
+            schema_version: int = SCHEMA_VERSION,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if type(self.prompt_token_ids) is StoredArray:

@@ -62,10 +62,19 @@ class Batch:
         return self.add(kind, [encode_record(record)])
 
     def add_header(
-        self, rollout_id: str, incarnation: str, segment: int, boot_id: str, created_at: float, predecessor_end: int
+        self,
+        rollout_id: str,
+        incarnation: str,
+        segment: int,
+        boot_id: str,
+        created_at: float,
+        predecessor_end: int,
+        predecessor: int = 0,
     ) -> SegmentHeader:
         """Append the first frame of a segment."""
-        header = SegmentHeader(FORMAT_VERSION, rollout_id, incarnation, segment, boot_id, created_at, predecessor_end)
+        header = SegmentHeader(
+            FORMAT_VERSION, rollout_id, incarnation, segment, boot_id, created_at, predecessor_end, predecessor
+        )
         self.add_record(Kind.SEGMENT, header)
         return header
 
@@ -86,7 +95,15 @@ class Batch:
             if position == last:
                 flags |= LAST_IN_BATCH
             header = frame_header(
-                kind, flags, place.body_length, place.sequence, self.number, self.first, place.body_crc, self.seed
+                kind,
+                flags,
+                place.body_length,
+                place.sequence,
+                self.number,
+                self.first,
+                place.body_crc,
+                self.seed,
+                place.body_start - HEADER_SIZE,
             )
             buffers.append(header)
             buffers += body

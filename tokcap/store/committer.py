@@ -8,13 +8,17 @@ Whatever is not the short path (a first put, a reload, a frozen rollout, a freez
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from ..errors import CorruptError
 from .operations import Operation, RecordOperation
 from .queue import Queued
 from .serving import Server, fail
+from .waiters import start_thread
 
 __all__ = ("Committer",)
 
@@ -27,6 +31,7 @@ class Committer:
         server: Server,
         sync_threads: int,
         *,
+        most_unsynced: int,
         pending: Callable[[Queued], list[Operation]],
         elsewhere: Callable[[Queued, list[Operation]], None],
         leave: Callable[[Queued, list[Operation]], None],
@@ -34,20 +39,24 @@ class Committer:
     ) -> None:
         self._server = server
         self._sync_threads = sync_threads
+        self._most_unsynced = most_unsynced
+        """Rollouts between write and acknowledgement; each of them needs its descriptors."""
         self._pending, self._elsewhere, self._leave, self._deliver = pending, elsewhere, leave, deliver
         self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
         self._to_sync: SimpleQueue[Queued | None] = SimpleQueue()
+        self._backlog: deque[Queued] = deque()
+        """Rollouts that are not written yet because too many others are unsynced."""
         self._syncing = 0
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
 
     def take(self, queued: Queued) -> None:
-        """A rollout with operations, or one whose sync has returned."""
-        self._inbox.put(queued)
+        """A rollout with operations. Raises `OSError` if there is no thread to take it."""
         if not self._threads:
             with self._starting:
                 if not self._threads:
                     self._start(self._run, "tokcap-committer")
+        self._inbox.put(queued)
 
     def stop(self) -> None:
         """End the threads once the inbox is empty."""
@@ -55,9 +64,7 @@ class Committer:
             self._inbox.put(None)
 
     def _start(self, target: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(start_thread(target, name))
 
     def _run(self) -> None:
         while True:
@@ -68,42 +75,46 @@ class Committer:
             except Empty:
                 pass
             stop = None in arrived
-            fresh: list[Queued] = []
             finished: list[Operation] = []
             for queued in arrived:
                 if queued is None:
                     continue
                 if queued.commit is None:
-                    fresh.append(queued)
+                    self._backlog.append(queued)
                 else:
                     self._syncing -= 1
                     self._finish(queued, finished)
             if finished:
                 self._deliver(finished)
-            self._write_all(fresh)
+            self._write_all()
             if stop:
                 for _ in self._threads[1:]:
                     self._to_sync.put(None)
                 return
 
-    def _write_all(self, fresh: list[Queued]) -> None:
+    def _write_all(self) -> None:
         finished: list[Operation] = []
         written: list[Queued] = []
         inline = self._sync_threads <= 1
-        for queued in fresh:
+        while self._backlog and self._syncing + len(written) < self._most_unsynced:
+            queued = self._backlog.popleft()
             if self._write(queued, finished):
                 if inline:
                     self._sync(queued, finished)
                 else:
                     written.append(queued)
-        if len(written) == 1 and not self._syncing and self._inbox.empty():
+        if len(written) == 1 and not self._syncing and not self._backlog and self._inbox.empty():
             # Alone: handing over would only add two wake-ups.
             self._sync(written.pop(), finished)
         for queued in written:
             self._syncing += 1
             self._to_sync.put(queued)
-        while len(self._threads) - 1 < min(self._sync_threads, self._syncing):
-            self._start(self._wait_for_device, "tokcap-sync")
+        try:
+            while len(self._threads) - 1 < min(self._sync_threads, self._syncing):
+                self._start(self._wait_for_device, "tokcap-sync")
+        except OSError:  # no more threads: those that there are have to do
+            if len(self._threads) <= 1:
+                self._sync_here()
         if finished:
             self._deliver(finished)
 
@@ -117,9 +128,17 @@ class Committer:
             queued = self._to_sync.get()
             if queued is None:
                 return
-            assert queued.commit is not None
-            queued.commit.sync()
-            self._inbox.put(queued)
+            self._sync_next(queued)
+
+    def _sync_next(self, queued: Queued) -> None:
+        assert queued.commit is not None
+        queued.commit.sync()
+        self._inbox.put(queued)
+
+    def _sync_here(self) -> None:
+        with contextlib.suppress(Empty):
+            while (queued := self._to_sync.get_nowait()) is not None:
+                self._sync_next(queued)
 
     def _write(self, queued: Queued, finished: list[Operation]) -> bool:
         """Write what waits for an open rollout that nobody else changed; True if it now has to be synced."""
@@ -143,13 +162,18 @@ class Committer:
             return False
         try:
             queued.commit = self._server.start_commit(rollout, log, operations)  # type: ignore[arg-type]
+        except CorruptError:
+            rollout.drop()
+            queued.entered = operations
+            self._elsewhere(queued, operations)
+            return False
         except BaseException as error:
             rollout.drop()
             fail([operation for operation in operations if operation.error is None], error, rollout.path)
-        queued.operations = operations
         if queued.commit is None:
             self._done(queued, operations, finished, held=True)
             return False
+        queued.operations = operations
         return True
 
     def _finish(self, queued: Queued, finished: list[Operation]) -> None:

@@ -13,9 +13,11 @@ the journal of the file system merges them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -31,7 +33,7 @@ from .queue import Queued
 from .rollout import Rollout
 from .serving import Server, fail
 from .usher import Usher
-from .waiters import ThreadWaiter, deliver
+from .waiters import ThreadWaiter, deliver, start_thread
 
 __all__ = ("Engine",)
 
@@ -43,6 +45,11 @@ _REMEMBERED = 20_000
 
 _COST_OF_A_HANDLE = 1000
 """Bytes that an idle rollout without a log takes, roughly."""
+
+_ENGINES: dict[int, weakref.ref[Engine]] = {}
+"""Those of this process that are in use: they share its descriptors."""
+
+os.register_at_fork(after_in_child=_ENGINES.clear)
 
 
 class Engine:
@@ -74,6 +81,7 @@ class Engine:
         self._committer = Committer(
             self._server,
             sync_threads,
+            most_unsynced=max(sync_threads, descriptors // 8),
             pending=self._take_pending,
             elsewhere=self._work_on,
             leave=self._leave,
@@ -86,6 +94,13 @@ class Engine:
         self._ready: SimpleQueue[Queued | None] = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self.closed = False
+        others = list(_ENGINES.values())
+        key = id(self)
+        _ENGINES[key] = weakref.ref(self, lambda _: _ENGINES.pop(key, None))
+        for other in others:
+            engine = other()
+            if engine is not None:
+                engine.make_room()
 
     # ---- taking operations in
 
@@ -93,7 +108,7 @@ class Engine:
         """Queue an operation; its waiter is woken once it is done."""
         queued = self._enqueue(operation)
         if queued is not None:
-            self._committer.take(queued)
+            self._to_committer(queued)
 
     def call(self, operation: Operation) -> Any:
         """Do an operation and wait for it, in this thread if nobody serves its rollout."""
@@ -102,7 +117,7 @@ class Engine:
         if queued is not None:
             if threading.current_thread() is threading.main_thread():
                 # A signal handler may raise at any point of this thread: it only waits.
-                self._committer.take(queued)
+                self._to_committer(queued)
             else:
                 self._serve(queued)
         waiter.wait()
@@ -146,6 +161,15 @@ class Engine:
             queued.pending.clear()
         return operations
 
+    def _to_committer(self, queued: Queued) -> None:
+        try:
+            self._committer.take(queued)
+        except OSError as error:
+            operations = self._take_pending(queued)
+            fail(operations, error, queued.rollout.path)
+            self._leave(queued, operations)
+            deliver(operations)
+
     # ---- serving outside the committer
 
     def _work_on(self, queued: Queued, operations: list[Operation]) -> None:
@@ -160,9 +184,10 @@ class Engine:
         if len(self._workers) < self._most_workers and (not self._workers or self._ready.qsize()):
             with self._guard:
                 if len(self._workers) < self._most_workers:
-                    worker = threading.Thread(target=self._work, name="tokcap-worker", daemon=True)
-                    self._workers.append(worker)
-                    worker.start()
+                    with contextlib.suppress(OSError):  # no more threads: those that there are have to do
+                        self._workers.append(start_thread(self._work, "tokcap-worker"))
+            if not self._workers:
+                self._serve(self._ready.get())  # type: ignore[arg-type]
 
     def _work(self) -> None:
         while True:
@@ -188,9 +213,15 @@ class Engine:
                 return
             if held == "busy":
                 self._usher.take(queued, operations)
+                with self._guard:
+                    self._free_descriptors()
                 return
         try:
-            self._server.run(rollout, operations)
+            left = self._server.run(rollout, operations)
+            if left:
+                operations = operations[: -len(left)]
+                with self._guard:
+                    queued.pending.extendleft(reversed(left))
         except BaseException as error:
             rollout.drop()
             fail([o for o in operations if o.error is None and o.result is None], error, rollout.path)
@@ -210,7 +241,7 @@ class Engine:
                 queued.busy = False
                 self._evict(queued)
         if again:
-            self._committer.take(queued)
+            self._to_committer(queued)
 
     def _again(self, queued: Queued, operations: list[Operation]) -> None:
         self._work_on(queued, operations)
@@ -230,18 +261,12 @@ class Engine:
             # Absent, frozen or retired: nothing worth keeping.
             queued.rollout.close_descriptors()
             self._forget(rollout_id)
+            if queued.rollout.unstated:
+                self._remember_unsealed(rollout_id)
         else:
             self._with_descriptors[rollout_id] = queued
             self._with_descriptors.move_to_end(rollout_id)
-        table = self._with_descriptors
-        for _ in range(_EVICTED_AT_ONCE):
-            if 2 * len(table) <= self.descriptors:
-                break
-            name, oldest = next(iter(table.items()))
-            table.move_to_end(name)
-            if not oldest.busy:
-                oldest.rollout.close_descriptors()
-                del table[name]
+        self._free_descriptors()
         for _ in range(_EVICTED_AT_ONCE):
             if self._cached_bytes <= self.cache_bytes or len(self._queued) <= 1:
                 break
@@ -252,6 +277,24 @@ class Engine:
                 oldest.rollout.close_descriptors()
                 self._forget(name)
                 self._remember_unsealed(name)
+
+    def _free_descriptors(self) -> None:
+        """Close those of rollouts that are idle, if with those that wait there are too many. The guard is held."""
+        table, share = self._with_descriptors, self.descriptors // max(1, len(_ENGINES))
+        for _ in range(_EVICTED_AT_ONCE):
+            if not table or 2 * (len(table) + self._usher.waiting) <= share:
+                break
+            name, oldest = next(iter(table.items()))
+            table.move_to_end(name)
+            if not oldest.busy:
+                oldest.rollout.close_descriptors()
+                del table[name]
+
+    def make_room(self) -> None:
+        """Another engine has come: its share of the descriptors is left to it."""
+        with self._guard:
+            for _ in range(0, len(self._with_descriptors), _EVICTED_AT_ONCE):
+                self._free_descriptors()
 
     def _forget(self, rollout_id: str) -> None:
         queued = self._queued.pop(rollout_id, None)
@@ -286,6 +329,7 @@ class Engine:
         self._committer.stop()
         for _ in self._workers:
             self._ready.put(None)
+        _ENGINES.pop(id(self), None)
         return errors
 
     def _await_idle(self) -> None:

@@ -11,7 +11,8 @@ waiters and tested by others with F_OFD_GETLK, 0.4 us):
 - FREEZING: a freeze is among those who wait, the others let it go first;
 - CLOSING: a freeze waits for open calls, new calls are refused.
 
-Measured here: flock and unlock 0.8 us, the test 0.4 us, against 80 us and polls of 50 ms of a path-based file lock.
+Measured here: `filelock.lock_descriptor` and unlock 1.0 us (bare flock 0.8), the test 0.4 us; a path-based
+lock takes 80 us and polls at 50 ms.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ the second fsync succeeds and the data is lost, measured on Linux 6.18).
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -35,7 +34,10 @@ class Files:
     """The file system, as the store uses it. Methods raise `OSError` as the kernel gives it."""
 
     def __init__(self, modes: Modes | None = None) -> None:
+        from filelock import lock_descriptor, unlock_descriptor  # 15 ms, which `import tokcap` need not take
+
         self.modes = modes or Modes()
+        self._lock, self._unlock = lock_descriptor, unlock_descriptor
 
     # ---- changing
 
@@ -81,7 +83,8 @@ class Files:
 
     def acknowledge(self, fd: int, word: bytes, offset: int) -> None:
         """Overwrite the trailer of a synced batch; inside space that exists, deliberately not synced."""
-        os.pwrite(fd, word, offset)
+        if os.pwrite(fd, word, offset) <= 0:  # one byte of it is enough
+            raise OSError(errno.EIO, "write accepted no bytes")
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -150,14 +153,10 @@ class Files:
 
     def try_lock(self, fd: int) -> bool:
         """`flock` without waiting, on the open file description."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return self._lock(fd, blocking=False)
 
     def unlock(self, fd: int) -> None:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        self._unlock(fd)
 
 
 def durability_error(error: OSError, doing: str, path: str) -> DurabilityError:

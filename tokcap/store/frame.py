@@ -20,8 +20,8 @@ little-endian, everything starts at a multiple of 8.
      24  body_crc     u32       crc32 of the body
      28  header_crc   u32       crc32 of the 28 bytes before
 
-Both checksums start from the segment's seed (`segment_seed`), so that a frame copied from another segment, rollout or
-incarnation doesn't pass; the contiguous sequence refuses one moved inside its segment.
+Both checksums start from the segment's seed (`segment_seed`), that of the header also from the offset, so that a frame
+copied from another segment, rollout or incarnation, or to another place in its own, doesn't pass.
 
 Why the verdict can be certain. Batch n + 1 is written only after the fdatasync of batch n returned, to the same
 segment; after a failed one the segment is left alone for good. So a frame of batch n + 1, or the trailer of batch n,
@@ -45,6 +45,8 @@ from typing import Final
 
 import msgspec
 
+from ..errors import NewerFormatError
+
 __all__ = (
     "ACKNOWLEDGED",
     "FORMAT_VERSION",
@@ -58,6 +60,7 @@ __all__ = (
     "Kind",
     "Scan",
     "frame_header",
+    "newer_format",
     "padding",
     "scan",
     "segment_seed",
@@ -102,6 +105,7 @@ class Frame(msgspec.Struct, gc=False):
     offset: int
     body_length: int
     body_crc: int
+    format: int = FORMAT_VERSION
 
     @property
     def body_start(self) -> int:
@@ -149,6 +153,13 @@ def segment_seed(incarnation: str, name: str) -> int:
     return zlib.crc32(f"{incarnation}/{name}".encode()) or 1
 
 
+def newer_format(path: str, version: int, offset: int = 0) -> NewerFormatError:
+    """For what is intact and of a later format than this code knows."""
+    return NewerFormatError(
+        f"{path}: format {version} at offset {offset}, this tokcap reads up to {FORMAT_VERSION}: upgrade tokcap"
+    )
+
+
 def padding(length: int) -> int:
     """How many bytes bring `length` to a multiple of 8."""
     return -length % 8
@@ -159,11 +170,24 @@ def _aligned(offset: int) -> int:
 
 
 def frame_header(
-    kind: int, flags: int, body_length: int, sequence: int, batch: int, batch_first: int, body_crc: int, seed: int
+    kind: int,
+    flags: int,
+    body_length: int,
+    sequence: int,
+    batch: int,
+    batch_first: int,
+    body_crc: int,
+    seed: int,
+    offset: int = 0,
 ) -> bytes:
-    """The 32 bytes in front of a body whose crc32 (from `seed`) is `body_crc`."""
+    """The 32 bytes at `offset`, in front of a body whose crc32 (from `seed`) is `body_crc`."""
     head = _HEADER.pack(MAGIC, kind, flags, FORMAT_VERSION, body_length, sequence, batch, batch_first, body_crc)
-    return head + _CRC.pack(zlib.crc32(head, seed))
+    return head + _CRC.pack(zlib.crc32(head, _placed(seed, offset)))
+
+
+def _placed(seed: int, offset: int) -> int:
+    """Where the checksum of a header starts that stands at `offset`."""
+    return (seed + offset) & 0xFFFFFFFF
 
 
 class _Header(msgspec.Struct, gc=False):
@@ -175,10 +199,10 @@ def _header_at(data: Buffer, offset: int, limit: int, seed: int) -> _Header | No
     if offset + HEADER_SIZE > limit:
         return None
     head = data[offset : offset + HEADER_SIZE]
-    if head[:4] != MAGIC or _CRC.unpack_from(head, 28)[0] != zlib.crc32(head[:28], seed):
+    if head[:4] != MAGIC or _CRC.unpack_from(head, 28)[0] != zlib.crc32(head[:28], _placed(seed, offset)):
         return None
-    _, kind, flags, _, body_length, sequence, batch, batch_first, body_crc = _HEADER.unpack_from(head)
-    return _Header(Frame(kind, flags, sequence, batch, offset, body_length, body_crc), batch_first)
+    _, kind, flags, version, body_length, sequence, batch, batch_first, body_crc = _HEADER.unpack_from(head)
+    return _Header(Frame(kind, flags, sequence, batch, offset, body_length, body_crc, version), batch_first)
 
 
 def _next_header(data: Buffer, offset: int, limit: int, seed: int, sequence: int) -> _Header | None:
@@ -201,6 +225,7 @@ def scan(
     sealed_end: int = 0,
     believe_tail: bool = False,
     start: int = 0,
+    origin: int = 0,
     sequence: int = 0,
     batch: int = 0,
 ) -> Scan:
@@ -209,8 +234,9 @@ def scan(
     `sealed_end`: bytes below it are known to have been durable (a manifest, a footer or a successor says so).
     `believe_tail`: whole frames above the last proof count (the segment is of an earlier boot).
     `start, sequence, batch`: where an earlier scan ended, to read only what was added since.
+    `origin`: where in its file `data` begins, if it isn't all of it.
     """
-    reader = _Reader(data, seed, limit, sealed_end, start, sequence, batch)
+    reader = _Reader(data, seed, limit, sealed_end, start, origin, sequence, batch)
     reader.walk()
     return reader.verdict(believe_tail)
 
@@ -219,9 +245,10 @@ class _Reader:
     """One walk over a segment. `walk` collects, `verdict` decides once the last proof is known."""
 
     def __init__(
-        self, data: Buffer, seed: int, limit: int, sealed_end: int, start: int, sequence: int, batch: int
+        self, data: Buffer, seed: int, limit: int, sealed_end: int, start: int, origin: int, sequence: int, batch: int
     ) -> None:
         self.data, self.seed, self.limit, self.sealed_end = data, seed, limit, sealed_end
+        self.header_seed = seed + origin
         self.offset, self.sequence = start, sequence
         self.start, self.start_batch = start, batch
         self.proven = batch - 1
@@ -229,6 +256,8 @@ class _Reader:
         self.frames: list[Frame] = []
         self.gaps: list[tuple[Gap, _Header | None]] = []
         """Each with the header that follows it."""
+        self.all_proven = False
+        """The last trailer is there though the frames before it can't be read: all of this was durable."""
         self.batch_closed = True
         """The last frame ended its batch and its trailer was seen."""
         self.acknowledged = True
@@ -237,9 +266,9 @@ class _Reader:
     def walk(self) -> None:
         view = memoryview(self.data)
         while self.offset < self.limit:
-            header = _header_at(self.data, self.offset, self.limit, self.seed)
+            header = _header_at(self.data, self.offset, self.limit, self.header_seed)
             if header is None or header.frame.sequence < self.sequence:
-                header = _next_header(self.data, self.offset + 1, self.limit, self.seed, self.sequence)
+                header = _next_header(self.data, self.offset + 1, self.limit, self.header_seed, self.sequence)
                 until = self.limit if header is None else header.frame.offset
                 self._add_gap(until, None, header)
                 continue
@@ -282,16 +311,13 @@ class _Reader:
     def verdict(self, believe_tail: bool) -> Scan:
         damage: list[Gap] = []
         torn: Gap | None = None
-        # A torn write does not end in the word that is written after the sync.
-        ends_acknowledged = (
-            self.limit >= TRAILER_SIZE and self.data[self.limit - TRAILER_SIZE : self.limit] == ACKNOWLEDGED
-        )
+        self.all_proven = self._ends_acknowledged()
         for gap, follower in self.gaps:
-            if self._was_durable(gap, follower) or (follower is None and gap.batch is None and ends_acknowledged):
+            if self._was_durable(gap, follower):
                 damage.append(gap)
             elif torn is None:
                 torn = gap
-        believed = [f for f in self.frames if f.batch <= self.proven or f.offset < self.sealed_end or believe_tail]
+        believed = [f for f in self.frames if believe_tail or self._is_proven(f)]
         if torn is not None:
             believed = [f for f in believed if f.offset < torn.offset]
         believed = self._drop_open_group(believed)
@@ -301,7 +327,8 @@ class _Reader:
                 torn = Gap(first.offset, self.limit, first.sequence, first.batch)
         if torn is not None:
             torn.end = self.limit
-        end = max([self.start] + [f.end for f in believed[-1:]] + [g.end for g in damage])
+        # The padding of the last frame may be cut off.
+        end = min(self.limit, max([self.start] + [f.end for f in believed[-1:]] + [g.end for g in damage]))
         clean = torn is None and self.batch_closed and self.acknowledged and self.offset == self.limit
         if damage and damage[-1].end == self.limit:
             clean = False
@@ -315,8 +342,22 @@ class _Reader:
             next_batch=self.next_batch,
         )
 
+    def _ends_acknowledged(self) -> bool:
+        """Whether the last frames can't be read, but the last trailer can.
+
+        A torn write does not end in the word that is written after the sync.
+        """
+        if not self.gaps or self.limit < TRAILER_SIZE:
+            return False
+        last, follower = self.gaps[-1]
+        unreadable = last.end == self.limit and follower is None and last.batch is None
+        return unreadable and self.data[self.limit - TRAILER_SIZE : self.limit] == ACKNOWLEDGED
+
+    def _is_proven(self, frame: Frame) -> bool:
+        return self.all_proven or frame.batch <= self.proven or frame.offset < self.sealed_end
+
     def _was_durable(self, gap: Gap, follower: _Header | None) -> bool:
-        if gap.offset < self.sealed_end:
+        if self.all_proven or gap.offset < self.sealed_end:
             return True
         if gap.batch is not None:
             return gap.batch <= self.proven
@@ -330,7 +371,7 @@ class _Reader:
         if not believed or not believed[-1].flags & GROUP_CONTINUES:
             return believed
         last = believed[-1]
-        if last.batch <= self.proven or last.offset < self.sealed_end:
+        if self._is_proven(last):
             return believed  # it was whole once; its other members are damage
         keep = len(believed)
         while keep and believed[keep - 1].flags & GROUP_CONTINUES and believed[keep - 1].batch == last.batch:

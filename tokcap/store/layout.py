@@ -9,6 +9,7 @@
           000001.seg 000002.torn 000003.open segments: sealed, left with a torn tail, being written
           v1/                                a published snapshot; the highest number counts
             manifest 000001-4096.seg         hard links, with the length that belongs to the snapshot
+            damaged                          empty; there if damage was found, in case the manifest gets lost, too
           tmp-<random>/                      a snapshot being built by the holder of the fence
           note-000001                        said after the freeze: deliveries; after retirement: marks
         <incarnation>.retired.<version>.<ms> a tombstone: what is left of a retired incarnation
@@ -45,6 +46,7 @@ _LINK = re.compile(r"([0-9]{6,9})-([0-9]{1,18})\.seg")
 _NOTE = re.compile(r"note-([0-9]{6,9})")
 
 MANIFEST = "manifest"
+DAMAGED = "damaged"
 OPEN, SEALED, TORN = "open", "seg", "torn"
 
 

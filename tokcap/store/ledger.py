@@ -210,7 +210,7 @@ class Ledger:
         call.details = {**call.details, "lost": f"its prompt runs through damage in {why}"}
 
     def _ended(self, call: Call, at: int, boot_id: str) -> None:
-        if call.boot_id and call.boot_id != boot_id:
+        if call.begun_at is not None and call.boot_id != boot_id:
             call.begun_at = None  # another boot: the two times can't be compared
         call.boot_id, call.ended_at = boot_id, at
 

@@ -5,6 +5,7 @@ Each takes effect by one atomic rename, made under the fence of the rollout and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from zlib import crc32
@@ -46,15 +47,17 @@ class Freeze(Lifecycle):
         files = rollout.files
         if directory.state == "retired":
             raise RetiredError(f"rollout {rollout.rollout_id} was consumed and retired")
-        if directory.state != "frozen":
-            rollout.drop()
-            try:
+        try:
+            if directory.state == "frozen":
+                files.fsync_directory(directory.incarnation_path)  # whoever published may have died before this
+            else:
+                rollout.drop()
                 self._publish_first(rollout, directory)
-            except OSError as error:
-                raise durability_error(
-                    error, f"rollout {rollout.rollout_id}: can't publish a snapshot", rollout.path
-                ) from error
-            directory = rollout.look()
+                directory = rollout.look()
+        except OSError as error:
+            raise durability_error(
+                error, f"rollout {rollout.rollout_id}: can't publish a snapshot", rollout.path
+            ) from error
         try:
             return open_snapshot(files, directory, rollout.rollout_id, rollout.boot_id)
         except OSError as error:
@@ -70,19 +73,21 @@ class Freeze(Lifecycle):
         reader = LogReader(files, rollout.rollout_id, directory.incarnation, rollout.boot_id)
         reader.keep_buffers = True
         reader.read_open(directory)
-        sources, segments = links_of(reader)
-        publish(files, directory, index_of(reader, 1, segments), sources)
         if not any(read.scan.frames for read in reader.segments):
             files.fsync(rollout.fence_fd)
             files.fsync_directory(os.path.dirname(rollout.path))
+        sources, segments = links_of(reader)
+        publish(files, directory, index_of(reader, 1, segments), sources)
 
 
 def apply_to_frozen(rollout: Rollout, directory: Directory, operation: RecordOperation) -> None:
     """Do a record operation on a frozen rollout: refuse it, note it, or publish a new version because of it."""
     files = rollout.files
+    files.fsync_directory(directory.incarnation_path)  # whoever published may have died before this
     reader, links = read_published(files, directory, rollout.rollout_id, rollout.boot_id)
     log = OpenLog(directory, reader)
     number = links[-1].number + 1 if links else 1
+    links = [link for link in links if link.number not in reader.unreadable]
     reader.opened(number, f"{directory.snapshot_path}/{number:06d}")
     batch = Batch(seed=reader.seed(number), offset=0, sequence=0, number=0)
     header = batch.add_header(rollout.rollout_id, directory.incarnation, number, rollout.boot_id, time.time(), 0)
@@ -138,6 +143,7 @@ class Retire(Lifecycle):
         if directory.tombstone is not None:
             exact = (directory.tombstone.incarnation, directory.tombstone.version)
             if exact == (self.snapshot_id, self.version):
+                rollout.files.fsync(rollout.fence_fd)  # whoever retired it may have died before this
                 _remove_payload(rollout.files, directory.tombstone_path)
                 return True
             return False
@@ -150,12 +156,29 @@ class Retire(Lifecycle):
         files = rollout.files
         tombstone = f"{rollout.path}/{Tombstone(directory.incarnation, directory.version, time.time())}"
         try:
-            files.rename(directory.incarnation_path, tombstone)
-            files.fsync(rollout.fence_fd)
+            _rename_durably(rollout, [(directory.incarnation_path, tombstone)])
         except OSError as error:
             raise durability_error(error, f"rollout {rollout.rollout_id}: can't retire it", rollout.path) from error
         _remove_payload(files, tombstone)
         return True
+
+
+def _rename_durably(rollout: Rollout, renames: list[tuple[str, str]]) -> None:
+    """Rename within the directory of the rollout. If the sync fails, the old names are given back.
+
+    A second sync could succeed without having done anything; the next try renames again.
+    """
+    done: list[tuple[str, str]] = []
+    try:
+        for source, target in renames:
+            rollout.files.rename(source, target)
+            done.append((source, target))
+        rollout.files.fsync(rollout.fence_fd)
+    except OSError:
+        for source, target in done:
+            with contextlib.suppress(OSError):
+                rollout.files.rename(target, source)
+        raise
 
 
 def _remove_payload(files: Files, tombstone: str) -> None:
@@ -202,14 +225,10 @@ class Reset(Lifecycle):
             if directory.incarnation and not directory.tombstone:
                 names.append(directory.incarnation)
         rollout.drop()
-        trash = []
+        trash = [f"{rollout.path}/{name[:32]}.trash" for name in names]
         try:
-            for name in names:
-                target = f"{rollout.path}/{name[:32]}.trash"
-                files.rename(f"{rollout.path}/{name}", target)
-                trash.append(target)
-            if trash:
-                files.fsync(rollout.fence_fd)
+            # Synced also without names: whoever renamed the last one may have died before this.
+            _rename_durably(rollout, [(f"{rollout.path}/{n}", t) for n, t in zip(names, trash, strict=True)])
         except OSError as error:
             raise durability_error(error, f"rollout {rollout.rollout_id}: can't reset it", rollout.path) from error
         for target in trash:
@@ -218,6 +237,7 @@ class Reset(Lifecycle):
             files.rmdir(rollout.path)
         except OSError:
             return bool(names)  # not empty yet; an empty directory shows nothing, the sweep removes it
+        rollout.close_descriptors()  # they led into the directory, and it is gone
         return bool(names)
 
     def _is_meant(self, files: Files, directory: Directory) -> bool:
@@ -245,5 +265,8 @@ class Seal(Lifecycle):
         if directory.state == "open":
             if rollout.log is None or not rollout.is_current():
                 rollout.load(directory)
+            log = rollout.log
+            if log is not None and log.segment is None and any(read.scan.torn for read in log.reader.segments):
+                rollout.state_end(directory)
             rollout.seal()
         rollout.drop()

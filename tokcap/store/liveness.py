@@ -21,20 +21,35 @@ class Liveness:
         self._name = ""
         self._fd = -1
 
-    def name(self) -> str:
-        """The identity of this writer, shown to be alive from now on."""
+    def name(self, rollout_id: str) -> str:
+        """The identity of this writer, shown to be alive from now on; it is needed for a call of `rollout_id`."""
         if not self._name:
             with self._guard:
                 if not self._name:
-                    name = os.urandom(8).hex()
-                    path = f"{self._layout.writers}/{name}"
-                    try:
-                        self._fd = self._files.create(path)
-                        self._files.try_lock(self._fd)
-                    except OSError as error:
-                        raise durability_error(error, "can't show that this writer is alive", path) from error
-                    self._name = name
+                    self._begin(rollout_id)
         return self._name
+
+    def _begin(self, rollout_id: str) -> None:
+        while True:
+            name = os.urandom(8).hex()
+            path = f"{self._layout.writers}/{name}"
+            try:
+                fd = self._files.create(path)
+                try:
+                    # A sweep may have come between and taken the file for a dead writer's.
+                    shown = self._files.try_lock(fd) and self._files.fstat(fd).st_nlink > 0
+                except BaseException:
+                    self._files.close(fd)
+                    raise
+                if not shown:
+                    self._files.close(fd)
+                    continue
+            except OSError as error:
+                raise durability_error(
+                    error, f"rollout {rollout_id}: can't show that this writer is alive", path
+                ) from error
+            self._fd, self._name = fd, name
+            return
 
     def is_alive(self, writer: str) -> bool:
         """Whether the process behind an intent still runs."""
@@ -42,8 +57,10 @@ class Liveness:
             return True
         try:
             fd = self._files.open(f"{self._layout.writers}/{writer}")
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError:
+            return True  # nobody can tell at the moment
         try:
             return not self._files.try_lock(fd)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from zlib import crc32
 
@@ -10,16 +11,19 @@ import numpy as np
 
 from ..content import decode_content
 from ..entry import TokenEntry, canonical_contents, identical
-from ..errors import CorruptError, NewerFormatError
+from ..errors import CorruptError
 from .files import Files
 from .frame import (
     FORMAT_VERSION,
     HEADER_SIZE,
+    LAST_IN_BATCH,
+    TRAILER_SIZE,
     Buffer,
     Frame,
     Gap,
     Kind,
     Scan,
+    newer_format,
     scan,
     segment_seed,
 )
@@ -62,27 +66,42 @@ def content_digest(entry: TokenEntry) -> bytes:
     return digest.digest()
 
 
-def read_header(data: Buffer, seed: int, limit: int) -> SegmentHeader | None:
+def read_header(path: str, data: Buffer, seed: int, limit: int) -> SegmentHeader | None:
     """The first frame of a segment, or None if it isn't whole. Raises `NewerFormatError`."""
     found = scan(data, seed, limit=min(limit, _first_frame_end(data)), believe_tail=True)
     if not found.frames or found.frames[0].kind != Kind.SEGMENT:
         return None
     frame = found.frames[0]
+    if frame.format > FORMAT_VERSION:
+        raise newer_format(path, frame.format)
     try:
         header = _decode_header(memoryview(data)[frame.body_start : frame.body_end])
     except msgspec.DecodeError:
         return None
     if header.format > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"segment of rollout {header.rollout_id} has format {header.format}, this tokcap reads up to "
-            f"{FORMAT_VERSION}: upgrade tokcap to read it"
-        )
+        raise newer_format(path, header.format)
     return header
 
 
 def _first_frame_end(data: Buffer) -> int:
     length = int.from_bytes(data[8:12], "little")
     return (HEADER_SIZE + length + 7) & ~7
+
+
+def _end_at_seal(found: Scan) -> None:
+    """What stands behind the seal of a segment costs nothing: it was never part of it."""
+    last = found.frames[-1] if found.frames else None
+    if last is not None and last.kind == Kind.SEAL and found.damage and found.damage[-1].offset >= last.end:
+        found.torn = found.damage.pop()
+        found.end = last.end
+
+
+def _is_damaged_behind(found: Scan, last: Frame | None) -> bool:
+    return bool(found.damage) and (last is None or found.damage[-1].offset >= last.end)
+
+
+def _nothing() -> Scan:
+    return Scan([], [], None, 0, None, 0, 0)
 
 
 class SegmentRead(msgspec.Struct):
@@ -114,29 +133,28 @@ class LogReader:
         """Dropped tails: bytes that were never acknowledged."""
         self.paths: dict[int, str] = {}
         self._by_sequence: dict[int, int] = {}
-        """Frame sequence -> node, in the segment being read."""
+        """Frame sequence -> node, in the segment being read or written."""
         self.buffers: dict[int, Buffer] = {}
+        self.unreadable: set[int] = set()
+        """Segments whose name belongs to something that is no file: to be linked nowhere."""
         self._repeated: set[tuple[str, int]] = set()
 
     # ---- whole logs
 
     def read_open(self, directory: Directory) -> None:
         """Read the log of an open rollout: what was acknowledged counts."""
-        for position, name in enumerate(directory.segments):
+        ends = self._stated_ends(directory)
+        for name in directory.segments:
             path = f"{directory.incarnation_path}/{name}"
-            successor = directory.segments[position + 1] if position + 1 < len(directory.segments) else None
-            stated = 0
-            if successor is not None:
-                stated = self._predecessor_end(f"{directory.incarnation_path}/{successor}", successor)
-            self._miss_until(name.number, directory.incarnation_path)
-            self._read_segment(path, name, stated)
+            if self._is_next(name.number, path):
+                self._read_segment(path, name, ends.get(name.number))
         self._finish()
 
     def read_snapshot(self, path: str, links: list[LinkName]) -> None:
         """Read the segments of a published snapshot: every byte below the length in its name was durable."""
         for link in links:
-            self._miss_until(link.number, path)
-            self._read_link(f"{path}/{link}", link)
+            if self._is_next(link.number, f"{path}/{link}"):
+                self._read_link(f"{path}/{link}", link)
         self._finish()
 
     def _finish(self) -> None:
@@ -145,22 +163,36 @@ class LogReader:
             self.buffers.clear()
         self.ledger.loaded()
 
-    def _miss_until(self, number: int, path: str) -> None:
+    def _is_next(self, number: int, path: str) -> bool:
+        """Report the segments that are missing in front of this one; False for a second file of the same number."""
         expected = self.segments[-1].number + 1 if self.segments else 1
         for missing in range(expected, number):
-            self.ledger.damage.append(Damage(f"{path}/{missing:06d}", 0, 0, "the segment file is missing"))
+            self._damaged(f"{path.rpartition('/')[0]}/{missing:06d}", 0, 0, "the segment file is missing")
+        if number < expected:
+            self._damaged(path, 0, 0, "a second file of the same segment")
+        return number >= expected
 
-    def _predecessor_end(self, path: str, name: SegmentName) -> int:
-        data = self._load(path, HEADER_SIZE + 4096)
-        if data is None:
-            return 0
-        header = read_header(data, self.seed(name.number), len(data))
-        return header.predecessor_end if header is not None and self._is_ours(header, name.number) else 0
+    def _stated_ends(self, directory: Directory) -> dict[int, int]:
+        """Where segments end that are followed by others, as the headers of those say."""
+        ends: dict[int, int] = {}
+        for name in directory.segments[1:]:
+            path = f"{directory.incarnation_path}/{name}"
+            data = self._load(path, HEADER_SIZE + 4096)
+            header = None if data is None else read_header(path, data, self.seed(name.number), len(data))
+            if header is None or not self._is_ours(header, name.number):
+                continue
+            if header.predecessor and header.predecessor_end >= 0:
+                ends[header.predecessor] = header.predecessor_end
+            ends.update((number, 0) for number in range(header.predecessor + 1, name.number))
+        return ends
 
     def _load(self, path: str, length: int | None = None) -> bytes | None:
+        """The bytes of a file, None if something else has its name. A failing call is no damage: it may pass."""
         try:
             fd = self.files.open(path)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO):
+                raise
             return None
         try:
             return self.files.read(fd, self.files.fstat(fd).st_size if length is None else length, 0)
@@ -173,57 +205,72 @@ class LogReader:
     def _is_ours(self, header: SegmentHeader, number: int) -> bool:
         return (header.rollout_id, header.incarnation, header.number) == (self.rollout_id, self.incarnation, number)
 
-    def _read_segment(self, path: str, name: SegmentName, stated_end: int) -> None:
+    def _read_segment(self, path: str, name: SegmentName, stated_end: int | None) -> None:
         data = self._load(path)
         if data is None:
-            self.ledger.damage.append(Damage(path, 0, 0, "the segment file can't be opened"))
-            data = b""
+            self._take_unreadable(path, name.number)
+            return
         seed = self.seed(name.number)
-        header = read_header(data, seed, len(data))
-        limit, sealed_end, believe_tail = len(data), stated_end, header is None or header.boot_id != self.boot_id
-        if stated_end:
-            limit, believe_tail = min(limit, stated_end), False
+        header = read_header(path, data, seed, len(data))
+        limit, sealed_end, believe_tail = len(data), 0, header is None or header.boot_id != self.boot_id
+        if stated_end is not None:
+            limit, sealed_end, believe_tail = min(limit, stated_end), stated_end, False
         elif name.kind == SEALED:
             sealed_end = max(limit, 1)
         found = scan(data, seed, limit=limit, sealed_end=sealed_end, believe_tail=believe_tail)
+        if stated_end is None and name.kind == SEALED:
+            _end_at_seal(found)
         self._take(path, name.number, data, header, found, sealed=name.kind == SEALED)
-        if stated_end > len(data):
-            self._damaged(path, len(data), stated_end, "the end of the segment is missing")
-        elif name.kind == SEALED and not stated_end:
-            self._check_seal(path, data, found)
+        if stated_end is not None:
+            self._check_end(path, len(data), stated_end, found)
+        if name.kind == SEALED and limit >= (stated_end or 0):
+            # Also below a stated end: whoever wrote on may have found the segment without its seal.
+            self._check_seal(path, limit, found)
 
-    def _check_seal(self, path: str, data: Buffer, found: Scan) -> None:
+    def _check_end(self, path: str, size: int, end: int, found: Scan) -> None:
+        """Report what is missing below the end that something else states, and what stands above it."""
+        if size < end:
+            self._damaged(path, size, end, "the end of the segment is missing")
         last = found.frames[-1] if found.frames else None
-        told = bool(found.damage) and found.damage[-1].end >= len(data) > 0
-        if (last is None or last.kind != Kind.SEAL) and not told:
-            self._damaged(path, len(data), len(data), "the end of a sealed segment is missing")
+        if end and (last is None or last.flags & LAST_IN_BATCH or _is_damaged_behind(found, last)):
+            end += TRAILER_SIZE
+        if size > end:
+            self._torn(path, end, size)
+
+    def _check_seal(self, path: str, limit: int, found: Scan) -> None:
+        last = found.frames[-1] if found.frames else None
+        if (last is None or last.kind != Kind.SEAL) and not _is_damaged_behind(found, last):
+            self._damaged(path, limit, limit, "the end of a sealed segment is missing")
 
     def _read_link(self, path: str, link: LinkName) -> None:
         data = self._load(path)
         if data is None:
-            self.ledger.damage.append(Damage(path, 0, link.length, "the segment file can't be opened"))
-            data = b""
+            self._take_unreadable(path, link.number)
+            return
         seed = self.seed(link.number)
         limit = min(len(data), link.length)
         found = scan(data, seed, limit=limit, sealed_end=link.length)
-        self._take(path, link.number, data, read_header(data, seed, limit), found, sealed=True)
-        if len(data) < link.length:
-            self._damaged(path, len(data), link.length, "the end of the segment is missing")
+        self._take(path, link.number, data, read_header(path, data, seed, limit), found, sealed=True)
+        self._check_end(path, len(data), link.length, found)
 
     # ---- frames
+
+    def _take_unreadable(self, path: str, number: int) -> None:
+        self.unreadable.add(number)
+        self._damaged(path, 0, 0, "it is no file, the segment can't be opened")
+        self._take(path, number, b"", None, _nothing(), sealed=True)
 
     def _take(
         self, path: str, number: int, data: Buffer, header: SegmentHeader | None, found: Scan, *, sealed: bool
     ) -> None:
         if header is not None and not self._is_ours(header, number):
             self._damaged(path, 0, len(data), f"it belongs to rollout {header.rollout_id}, segment {header.number}")
-            found = Scan([], [], None, 0, None, 0, 0)
+            found = _nothing()
             header = None
         self.segments.append(SegmentRead(path.rpartition("/")[2], number, header, found, len(data), sealed))
         self.paths[number] = path
         self.buffers[number] = data
-        self._by_sequence.clear()
-        self.ledger.segment_started()
+        self.segment_started()
         self.fold(number, data, header, found)
 
     def fold(self, number: int, data: Buffer, header: SegmentHeader | None, found: Scan, shift: int = 0) -> None:
@@ -232,10 +279,12 @@ class LogReader:
         for gap in found.damage:
             self._gap(path, gap)
         if found.torn is not None:
-            self.torn.append(Damage(path, found.torn.offset, found.torn.end, "torn tail, never acknowledged"))
+            self._torn(path, found.torn.offset, found.torn.end)
         boot_id = header.boot_id if header is not None else ""
         view = memoryview(data)
         for frame in found.frames:
+            if frame.format > FORMAT_VERSION:
+                raise newer_format(path, frame.format, frame.offset)
             try:
                 self._apply(frame, view[frame.body_start - shift : frame.body_end - shift], number, boot_id, path)
             except msgspec.DecodeError as error:
@@ -246,6 +295,9 @@ class LogReader:
 
     def _damaged(self, path: str, offset: int, end: int, reason: str) -> None:
         self.ledger.damage.append(Damage(path, offset, end, reason))
+
+    def _torn(self, path: str, offset: int, end: int) -> None:
+        self.torn.append(Damage(path, offset, end, "torn tail, never acknowledged"))
 
     def _apply(self, frame: Frame, body: memoryview, number: int, boot_id: str, path: str) -> None:
         kind = frame.kind
@@ -323,6 +375,16 @@ class LogReader:
     def opened(self, number: int, path: str) -> None:
         """A segment was started, or an open one renamed."""
         self.paths[number] = path
+
+    def segment_started(self) -> None:
+        """Frames of the next segment refer to nothing before it."""
+        self._by_sequence.clear()
+        self.ledger.segment_started()
+
+    def written(self, frame_sequence: int, index: int, entry: TokenEntry) -> None:
+        """An entry of our own: frames that other processes add later may extend it."""
+        self._by_sequence[frame_sequence] = index
+        self.unwritten[index] = entry
 
     def entry(self, index: int) -> TokenEntry:
         """Node `index` as the entry that was put."""

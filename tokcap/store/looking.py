@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import ReadOnlyError, RetiredError
+from ..errors import ReadOnlyError, RetiredError, TokcapError
 from ..ids import check_rollout_id
 from ..protocol import CallRecord, RolloutState
 from .files import Files, durability_error
@@ -86,6 +87,8 @@ class Looker:
                 failure = failure or directory
             elif directory.state != "absent":
                 yield rollout_id, directory.state
+        if isinstance(failure, OSError):
+            raise durability_error(failure, "can't look at every rollout", self._layout.rollouts) from failure
         if failure is not None:
             raise failure
 
@@ -95,21 +98,36 @@ class Looker:
         for attempt in range(_TRIES):
             try:
                 return function(look(self._files, path))
-            except FileNotFoundError:
-                time.sleep(0.001 * attempt)
+            except TokcapError:
+                raise
             except OSError as error:
-                raise durability_error(error, f"rollout {rollout_id}: can't read it", path) from error
-        return function(look(self._files, path))
+                if not isinstance(error, FileNotFoundError) or attempt == _TRIES - 1:
+                    raise durability_error(error, f"rollout {rollout_id}: can't read it", path) from error
+                time.sleep(0.001 * attempt)
+        raise AssertionError("unreachable")
 
     def _read(self, rollout_id: str, directory: Directory) -> Snapshot:
         if directory.state == "retired":
             raise RetiredError(f"rollout {rollout_id} was consumed and retired")
         if directory.state == "frozen":
-            return open_snapshot(self._files, directory, rollout_id, self._boot_id)
+            return self._steady(directory, open_snapshot(self._files, directory, rollout_id, self._boot_id))
         reader = LogReader(self._files, rollout_id, directory.incarnation, self._boot_id)
         reader.keep_buffers = True
         reader.read_open(directory)
-        return Snapshot(index_of(reader, 0, []), reader.buffers, reader.paths)
+        snapshot = Snapshot(index_of(reader, 0, []), reader.buffers, reader.paths)
+        return self._steady(directory, snapshot) if snapshot.damage else snapshot
+
+    def _steady(self, directory: Directory, snapshot: Snapshot) -> Snapshot:
+        """Raise `FileNotFoundError` if names changed meanwhile: then a file that seemed missing was only renamed."""
+        now = look(self._files, directory.path)
+        if (now.incarnation, now.segments, now.versions) != (
+            directory.incarnation,
+            directory.segments,
+            directory.versions,
+        ):
+            snapshot.close()
+            raise FileNotFoundError(errno.ENOENT, "it changed while it was read", directory.path)
+        return snapshot
 
     def _stat(self, rollout_id: str, directory: Directory) -> RolloutStat:
         if directory.state == "absent":
@@ -129,6 +147,7 @@ class Looker:
                 late=late,
                 files=weight.files,
                 bytes=weight.bytes,
+                damage=tuple(notes.damage),
             )
         with self._read(rollout_id, directory) as snapshot:
             return RolloutStat(
@@ -144,6 +163,6 @@ class Looker:
                 late=late,
                 files=weight.files,
                 bytes=weight.bytes,
-                damage=snapshot.damage,
+                damage=snapshot.damage + tuple(notes.damage),
                 torn=snapshot.torn,
             )

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ..protocol import CallRecord
-from .frame import FORMAT_VERSION, LAST_IN_BATCH, Buffer, Kind, frame_header, scan, segment_seed
+from .frame import FORMAT_VERSION, LAST_IN_BATCH, Buffer, Kind, frame_header, newer_format, scan, segment_seed
 from .ledger import Damage, DigestChain, Ledger
 from .prefix import Node
 
@@ -144,15 +144,23 @@ def encode_manifest(index: Index) -> list[bytes | memoryview]:
     return [frame_header(Kind.MANIFEST, LAST_IN_BATCH, len(body), 0, 0, 0, crc32(body, seed), seed), body]
 
 
-def decode_manifest(data: Buffer, rollout_id: str, snapshot_id: str, version: int) -> Index | None:
-    """The index in a manifest file, or None if the file is damaged or another snapshot's."""
+def decode_manifest(path: str, data: Buffer, rollout_id: str, snapshot_id: str, version: int) -> Index | None:
+    """The index in a manifest file, or None if the file is damaged or another snapshot's.
+
+    Raises `NewerFormatError`.
+    """
     found = scan(data, _seed(snapshot_id, version), limit=len(data), sealed_end=len(data))
-    if len(found.frames) != 1 or found.frames[0].kind != Kind.MANIFEST:
+    if len(found.frames) != 1:
         return None
     frame = found.frames[0]
+    if frame.format > FORMAT_VERSION:
+        raise newer_format(path, frame.format)
+    if frame.kind != Kind.MANIFEST:
+        return None
     try:
         index = _decode_index(memoryview(data)[frame.body_start : frame.body_end])
     except msgspec.DecodeError:
         return None
-    same = (index.rollout_id, index.snapshot_id, index.version) == (rollout_id, snapshot_id, version)
-    return index if same and index.format <= FORMAT_VERSION else None
+    if index.format > FORMAT_VERSION:
+        raise newer_format(path, index.format)
+    return index if (index.rollout_id, index.snapshot_id, index.version) == (rollout_id, snapshot_id, version) else None

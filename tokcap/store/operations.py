@@ -12,6 +12,7 @@ fence of the rollout.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -163,28 +164,29 @@ class Put(RecordOperation):
             self._check_intents(log)
         fresh: list[int] = []
         for position, entry in enumerate(self.entries):
-            known = self._compare(log, entry)
-            if known == "same":
-                continue
-            if known == "other":
+            known = self._compare(log, entry, fresh)
+            if known in ("other", "evidence"):
                 self.verdict = self._conflict(entry)
-            fresh.append(position)
+            if known in ("new", "other"):
+                fresh.append(position)
         for position in fresh:
             entry = self.entries[position]
             more = position != fresh[-1] and self.entries[position + 1].model_call_id == entry.model_call_id
             add_entry(log, batch, entry, self.contents[position], GROUP_CONTINUES if more else 0)
 
     def apply_late(self, log: OpenLog, batch: Batch, notes: Notes) -> bool:
-        changed = False
+        others: list[int] = []
         for position, entry in enumerate(self.entries):
-            known = self._compare(log, entry)
+            known = self._compare(log, entry, others)
             if known == "same":
                 continue
-            self.verdict = self.frozen()
+            self.verdict = self.frozen() if known == "new" else self._frozen_conflict(entry)
             if known == "other":
-                before = log.ledger.call(entry.model_call_id).outcome
-                add_entry(log, batch, entry, self.contents[position], 0)
-                changed |= before != "conflict"
+                others.append(position)
+        call = log.ledger.calls.get(self.entries[0].model_call_id)
+        changed = bool(others) and call is not None and call.outcome != "conflict"
+        for position in others:
+            add_entry(log, batch, self.entries[position], self.contents[position], 0)
         return changed
 
     def _check_intents(self, log: OpenLog) -> None:
@@ -196,22 +198,31 @@ class Put(RecordOperation):
                     "nothing was stored (this store was opened with require_intent=True)"
                 )
 
-    def _compare(self, log: OpenLog, entry: TokenEntry) -> str:
-        """Is this identity stored: `same` content, `other` content, or `new`."""
-        known = log.ledger.contents.get((entry.model_call_id, int(entry.choice_index)))
-        if not known:
+    def _compare(self, log: OpenLog, entry: TokenEntry, before: Sequence[int]) -> str:
+        """What is stored for this identity; `before`: positions of entries that this put adds in front of it.
+
+        `new`: nothing. `same`: this came first, so that the put is a repetition. `evidence`: this came second, after
+        another content, and is kept already. `other`: only other contents.
+        """
+        choice = entry.choice_index
+        known = log.ledger.contents.get((entry.model_call_id, choice), ())
+        own = [self.entries[position] for position in before if self.entries[position].choice_index == choice]
+        if not known and not own:
             return "new"
-        stored = (log.reader.entry(index) for index in known)
-        if any(identical(entry, other) for other in stored):
-            if len(known) > 1:
-                self.verdict = self._conflict(entry)
-            return "same"
-        return "other"
+        stored = itertools.chain(map(log.reader.entry, known), own)
+        first = next((place for place, other in enumerate(stored) if identical(entry, other)), None)
+        return "other" if first is None else "evidence" if first else "same"
 
     def _conflict(self, entry: TokenEntry) -> ConflictError:
         return ConflictError(
             f"rollout {self.rollout_id}, call {entry.model_call_id}, choice {entry.choice_index}: another content is "
             "already stored; both are kept as evidence and the call is marked as a conflict"
+        )
+
+    def _frozen_conflict(self, entry: TokenEntry) -> FrozenError:
+        return FrozenError(
+            f"rollout {self.rollout_id} is frozen; put of {entry.model_call_id}, choice {entry.choice_index}, came too "
+            "late and its content is not the one that is stored: the call is marked as a conflict, freeze again to see"
         )
 
 
@@ -238,7 +249,7 @@ def add_entry(log: OpenLog, batch: Batch, entry: TokenEntry, contents: bytes, fl
     )
     index = log.ledger.entry(head, node, log.boot_id)
     log.search.add(index, entry.prompt_token_ids, entry.generation_token_ids)
-    log.reader.unwritten[index] = entry
+    log.reader.written(place.sequence, index, entry)
 
 
 class Begin(RecordOperation):
@@ -367,7 +378,12 @@ class Deliver(RecordOperation):
 
     def apply_late(self, log: OpenLog, batch: Batch, notes: Notes) -> bool:
         call = log.ledger.calls.get(self.model_call_id)
-        if call is not None and call.delivered != self.delivered:
+        if call is None:
+            return False
+        for note in notes.read():
+            if isinstance(note, DeliveryRecord):
+                log.ledger.delivery(note)
+        if call.delivered != self.delivered:
             notes.add(Kind.DELIVERY, self.record())
         return False
 

@@ -66,7 +66,9 @@ class SegmentHeader(msgspec.Struct, array_like=True, frozen=True):
     boot_id: str
     created_at: float
     predecessor_end: int = 0
-    """Where the believed bytes of segment `number - 1` end; nothing above is ever served again. 0: not stated."""
+    """Where the believed bytes of segment `predecessor` end; nothing above is ever served again. -1: not stated."""
+    predecessor: int = 0
+    """The last earlier segment that holds anything, 0 if none does; nothing in those between is ever served."""
 
 
 class EntryHead(msgspec.Struct, array_like=True, frozen=True):

@@ -42,8 +42,10 @@ class OpenLog:
         self.reader = reader
         self.search = PrefixSearch(reader.ledger.nodes, reader.load)
         self.segment: OpenSegment | None = None
+        self.predecessor = 0
+        """The last segment that holds anything."""
         self.last_end = 0
-        """Where the believed bytes of the last segment end."""
+        """Where its believed bytes end; -1 if it can't be read."""
         self.last_name: SegmentName | None = None
         self.closing = False
         """A freeze waits for open calls: no new ones."""
@@ -83,12 +85,22 @@ class Rollout:
         self.log: OpenLog | None = None
         self._names_synced = False
         """The directories that lead to this log are durable."""
+        self.unstated = False
+        """A segment was abandoned and nothing durable says where it ends."""
 
     # ---- what is there
 
     def look(self) -> Directory:
         """The state that the names show; what a crash left half-done is removed on the way."""
         directory = look(self.files, self.path)
+        if directory.leftovers:
+            try:
+                # The renames that made them superfluous may not be durable yet: their process may have died.
+                self.files.fsync(self.fence_fd)
+                if directory.versions:
+                    self.files.fsync_directory(directory.incarnation_path)
+            except OSError:
+                return directory
         for path in directory.leftovers:
             try:
                 remove_tree(self.files, path)
@@ -131,6 +143,7 @@ class Rollout:
             data,
             segment.seed,
             limit=len(data),
+            origin=segment.append_at,
             sequence=segment.next_sequence,
             batch=segment.next_batch,
         )
@@ -141,9 +154,12 @@ class Rollout:
         known = len(log.ledger.nodes)
         log.reader.buffers.pop(segment.name.number, None)
         log.reader.fold(segment.name.number, data, segment.header, found, shift=segment.append_at)
-        log.reader.settle_repetitions()
-        for index in range(known, len(log.ledger.nodes)):
-            log.search.follow(index)
+        try:
+            log.reader.settle_repetitions()
+            for index in range(known, len(log.ledger.nodes)):
+                log.search.follow(index)
+        except CorruptError:
+            return False
         log.ledger.loaded()
         segment.next_sequence, segment.next_batch = found.next_sequence, found.next_batch
         segment.append_at = log.last_end = size
@@ -157,6 +173,10 @@ class Rollout:
         reader.keep_buffers = True
         reader.read_open(directory)
         log = OpenLog(directory, reader)
+        lost = {damage.path for damage in reader.ledger.damage}
+        for read in reader.segments:
+            if read.scan.end or reader.paths[read.number] in lost:
+                log.predecessor, log.last_end = read.number, read.scan.end or -1
         self._names_synced = any(read.scan.frames for read in reader.segments)
         if directory.segments:
             self._resume(log, directory.segments[-1], reader.segments[-1])
@@ -166,7 +186,7 @@ class Rollout:
         return log
 
     def _resume(self, log: OpenLog, name: SegmentName, read: SegmentRead) -> None:
-        log.last_name, log.last_end = name, read.scan.end
+        log.last_name = name
         header = read.header
         if name.kind != OPEN or read.scan.append_at is None or header is None or header.boot_id != self.boot_id:
             return
@@ -204,12 +224,18 @@ class Rollout:
         name = SegmentName(log.last_name.number + 1 if log.last_name else 1, OPEN)
         batch = Batch(seed=log.reader.seed(name.number), offset=0, sequence=0, number=0)
         header = batch.add_header(
-            self.rollout_id, log.directory.incarnation, name.number, self.boot_id, now, log.last_end
+            self.rollout_id,
+            log.directory.incarnation,
+            name.number,
+            self.boot_id,
+            now,
+            log.last_end,
+            log.predecessor,
         )
         path = f"{log.directory.incarnation_path}/{name}"
         log.segment = OpenSegment(name, path, batch.seed, header)
         log.search.forget()
-        log.ledger.segment_started()
+        log.reader.segment_started()
         log.reader.opened(name.number, path)
         return batch
 
@@ -243,6 +269,8 @@ class Rollout:
                     segment.fd = self.files.open(segment.path, write=True)
             self.files.write(segment.fd, batch.buffers(), batch.offset)
         except OSError as error:
+            if batch.offset == 0 and segment.fd >= 0:
+                self._remove(log, segment)
             self.drop()
             raise durability_error(
                 error, f"rollout {self.rollout_id}: can't write {segment.path}", segment.path
@@ -266,14 +294,18 @@ class Rollout:
             except OSError as failure:
                 error = failure
         if error is not None:
-            self._abandon()
+            if batch.offset or not self._remove(log, segment):
+                self._abandon()
             raise durability_error(
                 error, f"rollout {self.rollout_id}: can't sync {segment.path}", segment.path
             ) from error
+        self._advance(log, segment, batch)
+
+    def _advance(self, log: OpenLog, segment: OpenSegment, batch: Batch) -> None:
         segment.append_at = batch.append_at
         segment.next_sequence = batch.next_sequence
         segment.next_batch = batch.number + 1
-        log.last_end, log.last_name = batch.end, segment.name
+        log.predecessor, log.last_end, log.last_name = segment.name.number, batch.end, segment.name
         log.reader.unwritten.clear()
 
     def _start_segment(self, log: OpenLog, segment: OpenSegment) -> None:
@@ -327,24 +359,45 @@ class Rollout:
         except OSError as error:
             raise durability_error(error, f"rollout {self.rollout_id}: can't seal", self.path) from error
 
+    def _remove(self, log: OpenLog, segment: OpenSegment) -> bool:
+        """Remove a segment whose first batch failed: nothing in it was ever acknowledged. True if it is gone for good.
+
+        Otherwise a disk that is full for hours would collect one more empty segment with every try.
+        """
+        self.drop()
+        try:
+            self.files.unlink(segment.path)
+            self.files.fsync_directory(log.directory.incarnation_path)
+        except OSError:
+            return False
+        return True
+
     def _abandon(self) -> None:
         """After a failed sync: say durably, if the device still can, that the batch doesn't count.
 
         In this boot its trailer stays zero and nobody believes it; a later boot could believe its whole frames. The
-        header of the next segment says where this one ends.
+        header of the next segment says where this one ends. If that fails too, `close` says it.
         """
         self.drop()
+        self.unstated = True
         try:
-            log = self.load(self.look())
-            if log.segment is None and log.directory.state == "open":
-                batch = self.new_batch(log, time.time())
-                self.append(log, batch)
-                self.sync(log, batch)
-                self.files.acknowledge(self._segment(log).fd, ACKNOWLEDGED, batch.trailer_offset)
+            self.state_end(self.look())
         except (OSError, CorruptError):
             return
         finally:
             self.drop()
+
+    def state_end(self, directory: Directory) -> None:
+        """Start a segment, if the last one has an end that nothing states: its header does."""
+        log = self.load(directory)
+        if log.segment is None and directory.state == "open":
+            batch = self.new_batch(log, time.time())
+            self.append(log, batch)
+            self.sync(log, batch)
+            segment = self._segment(log)
+            self.files.acknowledge(segment.fd, ACKNOWLEDGED, batch.trailer_offset)
+            self._advance(log, segment, batch)
+        self.unstated = False
 
     # ---- letting go
 

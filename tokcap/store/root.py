@@ -12,9 +12,9 @@ from zlib import crc32
 
 import msgspec
 
-from ..errors import DurabilityError, NewerFormatError, UnsafeDirectoryError, UnsafeFilesystemError
+from ..errors import DurabilityError, UnsafeDirectoryError, UnsafeFilesystemError
 from .files import Files, durability_error
-from .frame import FORMAT_VERSION, LAST_IN_BATCH, Kind, frame_header, scan
+from .frame import FORMAT_VERSION, LAST_IN_BATCH, Kind, frame_header, newer_format, scan
 from .layout import Layout
 from .records import RootMarker, encode_record
 
@@ -40,14 +40,20 @@ _REFUSED = (
     "exfat",
 )
 """Known for locks that are local to one client, or for hard links that are copies or missing."""
+_UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL, errno.ENOLCK)
+"""What a file system says of a call that it doesn't have."""
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 _decode_marker = msgspec.msgpack.Decoder(RootMarker).decode
 
 
 def boot_id() -> str:
     """Identity of the running kernel's boot; CLOCK_BOOTTIME is comparable within it."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
+    path = "/proc/sys/kernel/random/boot_id"
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError as error:
+        raise durability_error(error, "can't tell which boot this is", path) from error
 
 
 def group_id_of(group: str | int | None) -> int | None:
@@ -118,7 +124,12 @@ def _make(files: Files, path: str) -> None:
     for name in reversed(missing):
         with contextlib.suppress(FileExistsError):
             files.mkdir(name)
-        files.fsync_directory(os.path.dirname(name))
+        try:
+            files.fsync_directory(os.path.dirname(name))
+        except OSError:
+            with contextlib.suppress(OSError):
+                files.rmdir(name)
+            raise
 
 
 def _check_parent(root: str) -> None:
@@ -199,7 +210,7 @@ def _probe(files: Files, layout: Layout) -> None:
             files.link(name, f"{name}-link")
             made.append(f"{name}-link")
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            if error.errno not in _UNSUPPORTED:
                 raise
             raise UnsafeFilesystemError(
                 error.errno,
@@ -207,12 +218,16 @@ def _probe(files: Files, layout: Layout) -> None:
                 "which snapshots are made of: use a local disk (ext4, xfs, btrfs)",
             ) from error
         try:
-            descriptors += [files.open_directory(layout.root), files.open_directory(layout.root)]
+            descriptors.append(files.open_directory(layout.root))
+            descriptors.append(files.open_directory(layout.root))
             locked = files.try_lock(descriptors[1]) or None
             excluded = locked is None or not files.try_lock(descriptors[2])
         except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
             raise UnsafeFilesystemError(
-                error.errno, f"{layout.root} is on a file system without working locks ({error.strerror})"
+                error.errno,
+                f"{layout.root} is on a file system without working locks ({error.strerror}): use a local disk",
             ) from error
         if not excluded:
             raise UnsafeFilesystemError(
@@ -220,46 +235,74 @@ def _probe(files: Files, layout: Layout) -> None:
             )
     finally:
         for fd in descriptors:
-            files.close(fd)
+            with contextlib.suppress(OSError):
+                files.close(fd)
         for path in made:
-            files.unlink(path)
+            with contextlib.suppress(OSError):
+                files.unlink(path)
 
 
 def read_marker(files: Files, layout: Layout) -> RootMarker | None:
     """The marker, or None if it is missing or damaged. Raises `NewerFormatError` for an intact newer one."""
     try:
         fd = files.open(layout.marker)
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO):
+            raise  # it may be there, whole, and a newer one
         return None
     try:
         data = files.read(fd, 4096, 0)
     finally:
         files.close(fd)
     found = scan(data, _MARKER_SEED, limit=len(data), sealed_end=len(data))
-    if len(found.frames) != 1 or found.frames[0].kind != Kind.MARKER:
+    if len(found.frames) != 1:
+        return None
+    if found.frames[0].format > FORMAT_VERSION:
+        raise newer_format(layout.marker, found.frames[0].format)
+    if found.frames[0].kind != Kind.MARKER:
         return None
     try:
         marker = _decode_marker(data[found.frames[0].body_start : found.frames[0].body_end])
     except msgspec.DecodeError:
         return None
     if marker.format > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{layout.root} has format {marker.format}, this tokcap reads up to {FORMAT_VERSION}: upgrade tokcap"
-        )
+        raise newer_format(layout.marker, marker.format)
     return marker
+
+
+def _sync_ancestors(files: Files, layout: Layout) -> None:
+    """Whoever made the directory and its parents may have died before they were durable. Once marked, they are."""
+    path = layout.root
+    while True:
+        with contextlib.suppress(PermissionError):  # what we may not read, we did not make
+            files.fsync_directory(path)
+        if path == os.path.dirname(path):
+            return
+        path = os.path.dirname(path)
 
 
 def _mark(files: Files, layout: Layout) -> None:
     if read_marker(files, layout) is not None:
         return
+    _sync_ancestors(files, layout)
     body = encode_record(RootMarker(FORMAT_VERSION))
     header = frame_header(Kind.MARKER, LAST_IN_BATCH, len(body), 0, 0, 0, crc32(body, _MARKER_SEED), _MARKER_SEED)
     temporary = f"{layout.root}/FORMAT-{os.urandom(8).hex()}"
     fd = files.create(temporary)
     try:
-        files.write(fd, [header, body], 0)
-        files.fdatasync(fd)
-    finally:
-        files.close(fd)
-    files.rename(temporary, layout.marker)
-    files.fsync_directory(layout.root)
+        try:
+            files.write(fd, [header, body], 0)
+            files.fdatasync(fd)
+        finally:
+            files.close(fd)
+        files.rename(temporary, layout.marker)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.unlink(temporary)
+        raise
+    try:
+        files.fsync_directory(layout.root)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.unlink(layout.marker)
+        raise

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from ..errors import BusyError, TokcapError
+from ..errors import CorruptError, TokcapError
 from . import fence
 from .batch import Batch
 from .files import Files, durability_error
@@ -22,7 +22,8 @@ __all__ = ("Commit", "Server", "fail")
 def fail(operations: Sequence[Operation], error: BaseException, path: str) -> None:
     """Leave `error` to whoever waits for these operations."""
     if isinstance(error, OSError) and not isinstance(error, TokcapError):
-        error = durability_error(error, "the store's directory can't be used", path)
+        name = path.rpartition("/")[2]
+        error = durability_error(error, f"rollout {name}: its directory can't be used", path)
     for operation in operations:
         operation.error = error
 
@@ -55,6 +56,15 @@ class Server:
 
     def enter(self, rollout: Rollout, create: bool) -> str:
         """Take the fence: `held`, `busy`, or `absent` if there is nothing to take and nothing is to be made."""
+        try:
+            return self._enter(rollout, create)
+        except BaseException:
+            # It may be held already, and nobody will come to give it back.
+            rollout.drop()
+            rollout.close_descriptors()
+            raise
+
+    def _enter(self, rollout: Rollout, create: bool) -> str:
         while True:
             if rollout.fence_fd < 0:
                 fd = fence.open_fence(self.files, rollout.path)
@@ -76,7 +86,10 @@ class Server:
     def leave(self, rollout: Rollout) -> None:
         """Give the fence back."""
         if rollout.fence_fd >= 0:
-            fence.unlock(self.files, rollout.fence_fd)
+            try:
+                fence.unlock(self.files, rollout.fence_fd)
+            except OSError:
+                rollout.close_descriptors()
 
     def _make_directory(self, rollout: Rollout) -> None:
         shard = self.layout.shard(rollout.rollout_id)
@@ -84,7 +97,12 @@ class Server:
             with contextlib.suppress(FileExistsError):
                 self.files.mkdir(shard)
             # Whoever made it may have died before it was durable.
-            self.files.fsync_directory(self.layout.rollouts)
+            try:
+                self.files.fsync_directory(self.layout.rollouts)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self.files.rmdir(shard)
+                raise
             self._known_shards.add(shard)
         try:
             self.files.mkdir(rollout.path)
@@ -95,40 +113,37 @@ class Server:
 
     # ---- operations, the fence held
 
-    def run(self, rollout: Rollout, operations: list[Operation]) -> None:
-        """Do all operations in order; their results and errors are left in them."""
+    def run(self, rollout: Rollout, operations: list[Operation]) -> list[Operation]:
+        """Do the operations in order; their results and errors are left in them.
+
+        Those behind one that removed the directory, and the fence with it, come back: they need a turn of their own.
+        """
         records: list[RecordOperation] = []
-        for operation in operations:
+        for position, operation in enumerate(operations):
             if isinstance(operation, RecordOperation):
                 records.append(operation)
                 continue
             self._run_records(rollout, records)
             records = []
+            fenced = rollout.fence_fd >= 0
             self._run_alone(rollout, operation)
+            if fenced and rollout.fence_fd < 0:
+                return operations[position + 1 :]
         self._run_records(rollout, records)
+        return []
 
     def _run_alone(self, rollout: Rollout, operation: Operation) -> None:
         assert isinstance(operation, Lifecycle)
         try:
-            self._reenter(rollout, operation.creates)
             operation.result = operation.run(rollout) if rollout.fence_fd >= 0 else False
         except Exception as error:
             rollout.drop()
             fail([operation], error, rollout.path)
 
-    def _reenter(self, rollout: Rollout, create: bool) -> None:
-        """If an earlier operation of the same turn removed the directory, make another one."""
-        if rollout.fence_fd < 0 and self.enter(rollout, create) == "busy":
-            rollout.close_descriptors()
-            raise BusyError(
-                f"rollout {rollout.rollout_id} was taken by another process right after its reset; try again"
-            )
-
     def _run_records(self, rollout: Rollout, operations: list[RecordOperation]) -> None:
         if not operations:
             return
         try:
-            self._reenter(rollout, any(operation.creates for operation in operations))
             log = rollout.log
             if log is None:
                 directory = rollout.look() if rollout.fence_fd >= 0 else Directory(rollout.path)
@@ -136,7 +151,11 @@ class Server:
                     self._run_closed(rollout, directory, operations)
                     return
                 log = rollout.load(directory)
-            commit = self.start_commit(rollout, log, operations)
+            try:
+                commit = self.start_commit(rollout, log, operations)
+            except CorruptError:
+                # A record was damaged since the log was read. Read again, it is lost, and may be stored once more.
+                commit = self.start_commit(rollout, rollout.load(rollout.look()), operations)
             if commit is not None:
                 commit.sync()
                 self.finish_commit(commit)
@@ -164,7 +183,8 @@ class Server:
     def start_commit(self, rollout: Rollout, log: OpenLog, operations: list[RecordOperation]) -> Commit | None:
         """Apply record operations to an open log and write their frames; None if there was nothing to write.
 
-        Raises `DurabilityError` if the write fails. What an operation itself forbids is left in the operation.
+        Raises `DurabilityError` if the write fails, `CorruptError` if a record on disk is not any more what the log
+        holds in memory. What an operation itself forbids is left in the operation.
         """
         log.closing = rollout.fence_fd >= 0 and fence.is_signalled(rollout.fence_fd, fence.CLOSING)
         batch = rollout.new_batch(log, time.time())
@@ -176,6 +196,8 @@ class Server:
                 operation.check_attempt("open" if exists else "absent", log.directory.incarnation)
                 operation.apply(log, batch)
                 accepted.append(operation)
+            except CorruptError:
+                raise
             except TokcapError as error:
                 operation.error = error
         commit = Commit(rollout, log, batch, accepted)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import mmap
 import os
+import resource
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, overload
@@ -18,7 +22,7 @@ from ..errors import ClosedError, CorruptError
 from ..protocol import CallRecord
 from .files import Files
 from .frame import FORMAT_VERSION, Buffer, segment_seed
-from .layout import MANIFEST, Directory, LinkName, remove_tree, snapshot_links
+from .layout import DAMAGED, MANIFEST, Directory, LinkName, remove_tree, snapshot_links
 from .ledger import Damage
 from .log import LogReader
 from .manifest import (
@@ -37,6 +41,9 @@ __all__ = ("Entries", "Snapshot", "index_of", "open_snapshot", "publish")
 
 _MAP_FROM_BYTES = 128 << 10
 """Smaller segments are read instead: as fast, and a mapping costs a descriptor for as long as it lives."""
+
+_MAPPED: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+"""Every live mapping of this process."""
 
 _NO_META = msgspec.Raw(b"\x80")
 
@@ -228,12 +235,20 @@ def publish(
         if created is not None:
             _write_file(files, f"{temporary}/{created[0]}", created[1])
         _write_file(files, f"{temporary}/{MANIFEST}", encode_manifest(index))
+        if index.damage:
+            _write_file(files, f"{temporary}/{DAMAGED}", [])
         files.fsync_directory(temporary)
         files.rename(temporary, target)
+        try:
+            files.fsync_directory(directory.incarnation_path)
+        except OSError:
+            # A second sync could succeed without having done anything; the next try renames again.
+            with contextlib.suppress(OSError):
+                files.rename(target, temporary)
+            raise
     except OSError:
         _try_remove(files, temporary)
         raise
-    files.fsync_directory(directory.incarnation_path)
     return target
 
 
@@ -273,12 +288,31 @@ def read_published(
     reader = LogReader(files, rollout_id, directory.incarnation, boot_id)
     reader.keep_buffers = True
     reader.read_snapshot(path, links)
-    index = _read_manifest(files, directory, rollout_id)
-    for segment in index.segments if index is not None else ():
-        if LinkName(segment.number, segment.length) not in links:
-            name = f"{path}/{LinkName(segment.number, segment.length)}"
-            reader.ledger.damage.append(Damage(name, 0, segment.length, "the segment file is missing"))
+    _remember_damage(files, directory, _read_manifest(files, directory, rollout_id), reader, links)
     return reader, links
+
+
+def _remember_damage(
+    files: Files, directory: Directory, index: Index | None, reader: LogReader, links: list[LinkName]
+) -> None:
+    """Add the damage that the segments themselves don't show."""
+    path, damage = directory.snapshot_path, reader.ledger.damage
+    if index is None:
+        if not damage and DAMAGED in files.listdir(path):
+            reason = "damage was found before; the manifest that said where is damaged, too"
+            damage.append(Damage(f"{path}/{MANIFEST}", 0, 0, reason))
+        return
+    absent = {LinkName(segment.number, segment.length) for segment in index.segments}.difference(links)
+    reason = "the segment file is missing"
+    told = [Damage(f"{path}/{link}", 0, link.length, reason) for link in sorted(absent)]
+    known = {_place(found) for found in damage}
+    # What was missing when the rollout was frozen was not linked.
+    damage += [found for found in (*told, *index.damage) if _place(found) not in known]
+
+
+def _place(damage: Damage) -> tuple[str, int]:
+    """The segment's number and the offset, the same for a segment and for the links to it."""
+    return damage.path.rpartition("/")[2][:6], damage.offset
 
 
 def _read_manifest(files: Files, directory: Directory, rollout_id: str) -> Index | None:
@@ -291,7 +325,8 @@ def _read_manifest(files: Files, directory: Directory, rollout_id: str) -> Index
         data = files.read(fd, size, 0)
     finally:
         files.close(fd)
-    return decode_manifest(data, rollout_id, directory.incarnation, directory.version)
+    path = f"{directory.snapshot_path}/{MANIFEST}"
+    return decode_manifest(path, data, rollout_id, directory.incarnation, directory.version)
 
 
 def _open_indexed(files: Files, path: str, index: Index) -> Snapshot | None:
@@ -301,7 +336,7 @@ def _open_indexed(files: Files, path: str, index: Index) -> Snapshot | None:
         name = f"{path}/{LinkName(segment.number, segment.length)}"
         try:
             data = load_buffer(files, name, segment.length)
-        except FileNotFoundError:
+        except (FileNotFoundError, CorruptError):
             return None
         if len(data) < segment.length or crc32(memoryview(data)[: segment.length]) != segment.crc:
             return None
@@ -311,7 +346,7 @@ def _open_indexed(files: Files, path: str, index: Index) -> Snapshot | None:
 
 
 def load_buffer(files: Files, path: str, length: int) -> Buffer:
-    """The first `length` bytes of a file: mapped if that pays, and if there is a descriptor left for it."""
+    """The first `length` bytes of a file: mapped if that pays, and if there are descriptors enough for it."""
     try:
         fd = files.open(path)
     except OSError as error:
@@ -319,9 +354,11 @@ def load_buffer(files: Files, path: str, length: int) -> Buffer:
             raise CorruptError(f"{path} is not a regular file", path=path) from error
         raise
     try:
-        if length >= _MAP_FROM_BYTES and files.fstat(fd).st_size >= length:
+        if length >= _MAP_FROM_BYTES and files.fstat(fd).st_size >= length and _may_map():
             try:
-                return files.map(fd, length)
+                mapped = files.map(fd, length)
+                _MAPPED.add(mapped)
+                return mapped
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                     raise
@@ -330,14 +367,21 @@ def load_buffer(files: Files, path: str, length: int) -> Buffer:
         files.close(fd)
 
 
+def _may_map() -> bool:
+    """Mappings may take a quarter of the descriptors: snapshots that somebody keeps must not stop everybody else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft == resource.RLIM_INFINITY or 4 * len(_MAPPED) < soft
+
+
 def links_of(reader: LogReader) -> tuple[list[tuple[str, LinkName]], list[IndexedSegment]]:
     """What to link, and how far each segment counts, for a log that was read with its buffers kept."""
     sources, segments = [], []
     for read in reader.segments:
+        if read.number in reader.unreadable:
+            continue
         data = reader.buffers[read.number]
+        # One without any acknowledged byte is linked, too: a gap in the numbers would pass for a lost segment.
         length = min(read.scan.end, len(data))
-        if not length:
-            continue  # nothing in it was ever acknowledged
         sources.append((reader.paths[read.number], LinkName(read.number, length)))
         segments.append(IndexedSegment(read.number, length, crc32(memoryview(data)[:length])))
     return sources, segments

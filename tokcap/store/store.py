@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import threading
 import time
 import weakref
@@ -16,7 +17,7 @@ from ..ids import check_rollout_id
 from ..protocol import Delivered, RolloutState, SettledOutcome
 from . import fence
 from .engine import Engine
-from .files import Files, Modes
+from .files import Files, Modes, durability_error
 from .layout import Directory, Layout, absolute
 from .lifecycle import Freeze, Lifecycle, Reset, Retire
 from .liveness import Liveness
@@ -33,6 +34,9 @@ __all__ = ("FileStore",)
 
 _STORES: weakref.WeakSet[FileStore] = weakref.WeakSet()
 """Only so that a forked child can close what it inherited."""
+
+_ROOTS: set[str] = set()
+"""Directories of stores that this process has opened, closed ones included: for the same purpose."""
 
 _HOUR = 3600.0
 
@@ -131,6 +135,7 @@ class FileStore:
         with self._guard:
             if self._engine is None:
                 kind = open_root(self._files, self._layout, allow_unsafe_fs=settings["allow_unsafe_fs"])
+                _ROOTS.add(self._layout.root)
                 self._engine = Engine(
                     self._files,
                     self._layout,
@@ -144,6 +149,11 @@ class FileStore:
                 if settings["sweep_every_s"]:
                     self._housekeeper = Housekeeper(self, FileStore._sweep_if_due, first_s=1.0, then_s=60.0)
             return self._engine
+
+    def _looking(self) -> Looker:
+        if self._closed:
+            raise ClosedError(f"the store on {self._layout.root} is closed")
+        return self._looker
 
     async def _await(self, operation: Operation) -> Any:
         import asyncio
@@ -232,8 +242,9 @@ class FileStore:
         idempotency_key: str,
     ) -> Begin:
         self._running()
+        writer = self._liveness.name(rollout_id)
         return self._requests.begin(
-            rollout_id, model_call_id, choices, self._liveness.name(), request_digests, retry_count, idempotency_key
+            rollout_id, model_call_id, choices, writer, request_digests, retry_count, idempotency_key
         )
 
     async def settle_call(self, rollout_id: str, model_call_id: str, outcome: SettledOutcome, detail: str = "") -> None:
@@ -304,7 +315,7 @@ class FileStore:
         """`freeze`, blocking."""
         check_rollout_id(rollout_id)
         if self._settings["read_only"]:
-            return self._looker.published(rollout_id)
+            return self._looking().published(rollout_id)
         snapshot: Snapshot
         if wait_open_s > 0:
             with self._closing(rollout_id) as waiting:
@@ -323,12 +334,16 @@ class FileStore:
         import asyncio
 
         ids = [check_rollout_id(rollout_id) for rollout_id in rollout_ids]
+        if self._settings["read_only"]:
+            return await in_thread(lambda: self.freeze_many_now(ids))
         results = await asyncio.gather(*(self._await(Freeze(i)) for i in ids), return_exceptions=True)
         return _all_or_close(results)
 
     def freeze_many_now(self, rollout_ids: Iterable[str]) -> list[Snapshot]:
         """`freeze_many`, blocking."""
         ids = [check_rollout_id(rollout_id) for rollout_id in rollout_ids]
+        if self._settings["read_only"]:
+            return [self._looking().published(rollout_id) for rollout_id in ids]
         return _all_or_close(self._running().call_many([Freeze(i) for i in ids]))
 
     def _retire_operation(self, rollout_id: str, snapshot_id: str, version: int) -> Retire:
@@ -368,7 +383,7 @@ class FileStore:
 
     def read_now(self, rollout_id: str) -> Snapshot:
         """`read`, blocking."""
-        return self._looker.read(rollout_id)
+        return self._looking().read(rollout_id)
 
     async def stat(self, rollout_id: str) -> RolloutStat:
         """State, calls, size, damage and late notes of one rollout. Takes no lock."""
@@ -376,11 +391,11 @@ class FileStore:
 
     def stat_now(self, rollout_id: str) -> RolloutStat:
         """`stat`, blocking."""
-        return self._looker.stat(rollout_id)
+        return self._looking().stat(rollout_id)
 
     def rollouts(self) -> Rollouts:
         """Every rollout that is not absent, as `(rollout_id, state)`; for `for` and for `async for`."""
-        return Rollouts(self._looker)
+        return Rollouts(self._looking())
 
     rollouts_now = rollouts
 
@@ -390,6 +405,7 @@ class FileStore:
 
     def usage_now(self) -> dict[RolloutState, Usage]:
         """`usage`, blocking."""
+        self._looking()
         return usage(self._files, self._layout)
 
     @property
@@ -488,7 +504,11 @@ class FileStore:
     def _closing(self, rollout_id: str) -> Generator[bool, None, None]:
         """Show that a freeze waits for open calls; a waiter that dies leaves the rollout as it is."""
         self._running()
-        fd = fence.open_fence(self._files, self._layout.rollout(rollout_id))
+        path = self._layout.rollout(rollout_id)
+        try:
+            fd = fence.open_fence(self._files, path)
+        except OSError as error:
+            raise durability_error(error, f"rollout {rollout_id}: can't be closed to new calls", path) from error
         if fd is None:
             yield False
             return
@@ -568,6 +588,22 @@ def _all_or_close(results: Sequence[Any]) -> list[Snapshot]:
 def _forget_in_child() -> None:
     for store in list(_STORES):
         store._after_fork()
+    for root in list(_ROOTS):
+        _close_inherited(os.path.realpath(root))
+
+
+def _close_inherited(root: str) -> None:
+    """Close every descriptor that carries a lock below `root`, also one that a thread was just opening or closing.
+
+    Kernel locks live as long as any copy of their descriptor: one that stays behind here would outlive the parent.
+    """
+    fences, writers = f"{root}/rollouts/", f"{root}/writers/"
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            # Files below the fences carry no lock, and a mapping of a snapshot may own the descriptor.
+            if target.startswith(writers) or (target.startswith(fences) and stat.S_ISDIR(os.fstat(int(name)).st_mode)):
+                os.close(int(name))
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

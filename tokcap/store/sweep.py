@@ -15,7 +15,7 @@ import msgspec
 from ..errors import TokcapError
 from ..protocol import RolloutState
 from .engine import Engine
-from .files import Files
+from .files import Files, durability_error
 from .layout import Directory, Layout, look, remove_tree
 from .lifecycle import Lifecycle, Reset
 from .rollout import Rollout
@@ -42,27 +42,40 @@ class Tidy(Lifecycle):
     def run(self, rollout: Rollout) -> bool:
         directory = rollout.look()
         if directory.tombstone is not None:
+            rollout.files.fsync(rollout.fence_fd)  # whoever retired it may have died before this
             for name in rollout.files.listdir(directory.tombstone_path):
                 if not name.startswith("note-"):
                     remove_tree(rollout.files, f"{directory.tombstone_path}/{name}")
-        if not directory.incarnation:
+        if directory.state == "absent":
             rollout.drop()
+            if directory.incarnation:
+                rollout.files.rmdir(directory.incarnation_path)  # of a first put that failed
             rollout.files.rmdir(rollout.path)
+            rollout.close_descriptors()
         return True
 
 
 def rollout_ids(files: Files, layout: Layout) -> Iterator[str]:
     """Every rollout that has a directory, in no particular order; names that vanish meanwhile are skipped."""
+    failure: OSError | None = None
+    shards: list[str] = []
     try:
         shards = sorted(files.listdir(layout.rollouts))
     except FileNotFoundError:
         return
+    except OSError as error:
+        failure = error
     for shard in shards:
         try:
             names = files.listdir(f"{layout.rollouts}/{shard}")
         except (FileNotFoundError, NotADirectoryError):
             continue
+        except OSError as error:
+            failure = failure or error
+            continue
         yield from sorted(names)
+    if failure is not None:  # after all others
+        raise durability_error(failure, "can't list the rollouts", layout.rollouts) from failure
 
 
 def directories(files: Files, layout: Layout) -> Iterator[tuple[str, Directory | TokcapError | OSError]]:
@@ -84,6 +97,8 @@ def sweep(engine: Engine, older_than_s: float, *, dry_run: bool = False) -> int:
     removed = 0
     limit = time.time() - older_than_s if older_than_s > 0 else float("inf")
     for rollout_id, directory in directories(engine.files, engine.layout):
+        if engine.closed:
+            return removed
         if not isinstance(directory, Directory):
             logger.warning("sweep leaves rollout %s alone: %s", rollout_id, directory)
             continue
@@ -91,12 +106,17 @@ def sweep(engine: Engine, older_than_s: float, *, dry_run: bool = False) -> int:
             tombstone = directory.tombstone
             if tombstone is not None and tombstone.retired_at <= limit:
                 removed += dry_run or bool(engine.call(Reset(rollout_id, retired_before=limit)))
-            elif not dry_run and (directory.leftovers or not directory.incarnation or _has_payload(engine, directory)):
+            elif not dry_run and (
+                directory.leftovers or directory.state == "absent" or _has_payload(engine, directory)
+            ):
                 engine.call(Tidy(rollout_id))
         except (TokcapError, OSError) as error:
             logger.warning("sweep could not tidy rollout %s: %s", rollout_id, error)
     if not dry_run:
-        _sweep_writers(engine.files, engine.layout)
+        try:
+            _sweep_writers(engine.files, engine.layout)
+        except OSError as error:
+            logger.warning("sweep could not tidy %s: %s", engine.layout.writers, error)
     return removed
 
 
@@ -154,7 +174,11 @@ def usage(files: Files, layout: Layout) -> dict[RolloutState, Usage]:
     for _, directory in directories(files, layout):
         if not isinstance(directory, Directory):
             continue
-        total, weight = totals[directory.state], usage_of(files, directory)
+        try:
+            weight = usage_of(files, directory)
+        except OSError as error:
+            raise durability_error(error, "can't look into a rollout", directory.path) from error
+        total = totals[directory.state]
         total.rollouts += 1
         total.files += weight.files
         total.bytes += weight.bytes

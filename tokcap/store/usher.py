@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from .files import Files
 from .lifecycle import Freeze
 from .operations import Operation
 from .queue import Queued
+from .waiters import start_thread
 
 __all__ = ("Usher",)
 
@@ -40,17 +42,22 @@ class Usher:
         self.files, self.lock_timeout_s = files, lock_timeout_s
         self._entered, self._again, self._failed = entered, again, failed
         self._waiting: list[tuple[Queued, list[Operation]]] = []
+        self.waiting = 0
+        """How many rollouts wait; each of them holds descriptors."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def take(self, queued: Queued, operations: list[Operation]) -> None:
         """Wait for the fence of a rollout, for these operations."""
-        with self._changed:
-            self._waiting.append((queued, operations))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tokcap-usher", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+        try:
+            with self._changed:
+                if self._thread is None:
+                    self._thread = start_thread(self._run, "tokcap-usher")
+                self._waiting.append((queued, operations))
+                self.waiting += 1
+                self._changed.notify()
+        except OSError as error:
+            self._failed(queued, operations, error, True)
 
     def _run(self) -> None:
         while True:
@@ -64,6 +71,7 @@ class Usher:
             still = [(queued, operations) for queued, operations in waiting if not self._try(queued, operations)]
             with self._changed:
                 self._waiting = still + self._waiting
+                self.waiting -= len(waiting) - len(still)
             if still:
                 time.sleep(max(_POLL_S, 5e-6 * len(still)))
 
@@ -89,6 +97,9 @@ class Usher:
                 rollout.drop()
         except BaseException as error:
             self._stop_signalling(queued)
+            # The fence may be held already, and nobody will come to give it back.
+            rollout.drop()
+            rollout.close_descriptors()
             self._failed(queued, operations, error, True)
             return True
         if held:
@@ -110,8 +121,8 @@ class Usher:
             f"find it with `lsof {queued.rollout.path}`, or raise lock_timeout_s"
         )
         last = not operations
-        if last:
-            self._stop_signalling(queued)
+        if last or any(isinstance(operation, Freeze) for operation in late):
+            self._stop_signalling(queued)  # what still waits shows itself anew
         self._failed(queued, late, error, last)
         return last
 
@@ -127,4 +138,5 @@ class Usher:
     def _stop_signalling(self, queued: Queued) -> None:
         if queued.signal_fd >= 0:
             fd, queued.signal_fd = queued.signal_fd, -1
-            self.files.close(fd)
+            with contextlib.suppress(OSError):
+                self.files.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 import weakref
 from collections import deque
@@ -14,7 +15,7 @@ from .operations import Operation
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ("Mailbox", "ThreadWaiter", "deliver", "in_thread")
+__all__ = ("Mailbox", "ThreadWaiter", "deliver", "in_thread", "start_thread")
 
 
 _T = TypeVar("_T")
@@ -67,6 +68,17 @@ class Mailbox:
                 future.set_result(operation.result)
 
 
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """A thread that never keeps the interpreter alive. Raises `OSError` if there can be no more."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        advice = "can't start a thread: raise the limit (ulimit -u, or pids.max of the container)"
+        raise OSError(errno.EAGAIN, advice) from error
+    return thread
+
+
 async def in_thread(function: Callable[[], _T]) -> _T:
     """Run something long and rare in a thread of its own, which nobody else needs."""
     import asyncio
@@ -92,7 +104,7 @@ async def in_thread(function: Callable[[], _T]) -> _T:
         with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
             loop.call_soon_threadsafe(finish, result, failure)
 
-    threading.Thread(target=work, name="tokcap-task", daemon=True).start()
+    start_thread(work, "tokcap-task")
     return await future
 
 

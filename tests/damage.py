@@ -27,7 +27,7 @@ from tokcap.protocol import SettledOutcome
 from tokcap.store import FileStore, Snapshot
 from tokcap.store.batch import Batch
 from tokcap.store.files import Files
-from tokcap.store.frame import GROUP_CONTINUES, TRAILER_SIZE, Kind, scan, segment_seed
+from tokcap.store.frame import GROUP_CONTINUES, HEADER_SIZE, TRAILER_SIZE, Kind, Scan, scan, segment_seed
 from tokcap.store.layout import Layout
 from tokcap.store.log import content_digest, read_header
 from tokcap.store.looking import Looker
@@ -653,17 +653,55 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
 
 
 def look_at_every_bit(golden: Golden, path: str, start: int, end: int) -> Broken:
-    """Flip each bit of `path[start:end]` in turn and read the rollout, in the boot that wrote it and in a later one."""
+    """Flip each bit of `path[start:end]` in turn and read the rollout, in the boot that wrote it and in a later one.
+
+    What a reader makes of a file depends on the frames that a scan finds in it. So the rollout is read with one bit of
+    each byte flipped, and for the other bits the scans must find the same; in the header of a file each bit is read.
+    """
     files = MemoryFiles(golden.tree)
-    lookers = [Looker(files, Layout(""), boot) for boot in (boot_id(), LATER_BOOT)]
     data = golden.tree[path]
     broken: Broken = []
     for at in range(start, end):
         verdict = verdict_of_flip(golden, path, at)
-        for bit in range(8):
-            files.tree[f"/{path}"] = flipped(data, at, bit)
-            broken += _look(lookers[(at + bit) % 2], golden, verdict, f"{path}: bit {bit} of byte {at}")
+        first = at % 8
+        boots = (boot_id(), LATER_BOOT)[: 1 if golden.version else 2]
+        for turn, boot in enumerate(boots):
+            looker = Looker(files, Layout(""), boot)
+            with _Scans() as scans:
+                files.tree[f"/{path}"] = scans.watched = flipped(data, at, first)
+                broken += _look(looker, golden, verdict, f"{path}: bit {first} of byte {at}, boot {boot}")
+            for bit in range(turn, 8, len(boots)):
+                changed = flipped(data, at, bit)
+                if at < HEADER_SIZE or not scans.made:
+                    files.tree[f"/{path}"] = changed
+                    broken += _look(looker, golden, verdict, f"{path}: bit {bit} of byte {at}, boot {boot}")
+                elif any(scan(changed, seed, **how) != found for seed, how, found in scans.made):
+                    broken.append(f"{path}: bit {bit} of byte {at} is judged otherwise than bit {first}")
     return broken
+
+
+class _Scans:
+    """Remembers which scans are made of one file, how, and what they found."""
+
+    def __init__(self) -> None:
+        self.watched = b""
+        self.made: list[tuple[int, dict[str, Any], Scan]] = []
+        self._patches = [mock.patch(f"tokcap.store.{module}.scan", self._scan) for module in ("log", "manifest")]
+
+    def _scan(self, data: bytes, seed: int, **how: Any) -> Scan:
+        found = scan(data, seed, **how)
+        if data is self.watched:
+            self.made.append((seed, how, msgspec.structs.replace(found)))
+        return found
+
+    def __enter__(self) -> _Scans:
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
 
 
 def look_at_every_cut(golden: Golden, path: str, start: int, end: int) -> Broken:
@@ -672,7 +710,7 @@ def look_at_every_cut(golden: Golden, path: str, start: int, end: int) -> Broken
     broken: Broken = []
     for at in range(start, end):
         files.tree[f"/{path}"] = golden.tree[path][:at]
-        for boot in (boot_id(), LATER_BOOT):
+        for boot in (boot_id(), LATER_BOOT)[: 1 if golden.version else 2]:
             verdict = verdict_of_cut(golden, path, at, later_boot=boot == LATER_BOOT)
             broken += _look(Looker(files, Layout(""), boot), golden, verdict, f"{path}: cut at {at}, boot {boot}")
     return broken

@@ -37,6 +37,9 @@ class UnsyncedFiles(Files):
         """Nothing."""
 
 
+UnsyncedFiles()  # Imports what a store imports on first use: workers are forked from a process that has it.
+
+
 def seen(snapshot: Snapshot) -> Seen:
     """Everything that a snapshot shows; it is closed afterwards."""
     with snapshot:

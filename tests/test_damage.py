@@ -89,6 +89,13 @@ def files_that_count(golden: Golden) -> list[str]:
     return [path for path in golden.tree if not golden.version or f"/v{golden.version}/" in path]
 
 
+def files_to_damage(golden: Golden) -> list[str]:
+    """Those that no other golden has just the same: it is enough to damage them once."""
+    if golden.sealed and not golden.version:
+        return [last_segment(golden)]
+    return files_that_count(golden)
+
+
 def last_segment(golden: Golden) -> str:
     return golden.segments()[-1]
 
@@ -140,43 +147,41 @@ def test_store_under_test_has_all_that_can_be_damaged(store: Store) -> None:
 @KINDS
 def test_cut_at_every_offset_costs_only_what_is_cut_off(store: Store, spread: Spread, kind: str) -> None:
     golden = store[0][kind]
-    assert_nothing_broken(spread(look_at_every_cut, parts(golden, files_that_count(golden), 256)))
+    assert_nothing_broken(spread(look_at_every_cut, parts(golden, files_to_damage(golden), 256)))
 
 
-@pytest.mark.parametrize("kind", ["open", "frozen"])
-def test_rollout_cut_at_any_offset_lives_on(store: Store, spread: Spread, kind: str) -> None:
+def test_rollout_cut_at_any_offset_lives_on(store: Store, spread: Spread) -> None:
     goldens, rest = store
-    golden = goldens[kind]
-    cases = [Case(path, at) for path in files_that_count(golden) for at in range(len(golden.tree[path]))]
+    golden = goldens["open"]
+    cases = [Case(path, at) for path in golden.tree for at in range(len(golden.tree[path]))]
     assert_nothing_broken(spread(live_through, [(golden, rest, part) for part in chunks(cases)], later_boot=False))
 
 
-@pytest.mark.parametrize("kind, later_boot", [("open", True), ("closed", False), ("whole", False), ("whole", True)])
-def test_rollout_whose_last_segment_is_cut_at_any_offset_lives_on(
+@pytest.mark.parametrize(
+    "kind, later_boot", [("open", True), ("closed", False), ("whole", False), ("whole", True), ("frozen", False)]
+)
+def test_rollout_cut_near_the_edge_of_a_frame_or_in_the_middle_lives_on(
     store: Store, spread: Spread, kind: str, later_boot: bool
 ) -> None:
     goldens, rest = store
-    path = last_segment(goldens[kind])
-    cases = [Case(path, at) for at in range(len(goldens[kind].tree[path]))]
-    jobs = [(goldens[kind], rest, part) for part in chunks(cases)]
+    golden = goldens[kind]
+    cases = []
+    for path in files_to_damage(golden):
+        size = len(golden.tree[path])
+        edges = {edge for frame in golden.frames_of(path) for edge in (frame.offset, frame.body_end, frame.batch_end)}
+        near = {edge + distance for edge in edges for distance in range(-1, 10)}
+        cases += [Case(path, at) for at in sorted((near | set(range(0, size, 16))) & set(range(size)))]
+    jobs = [(golden, rest, part) for part in chunks(cases)]
     assert_nothing_broken(spread(live_through, jobs, later_boot=later_boot))
 
 
 # ---- every bit
 
 
-@pytest.mark.parametrize("kind", ["open", "frozen"])
+@KINDS
 def test_any_flipped_bit_costs_only_the_record_that_it_is_in(store: Store, spread: Spread, kind: str) -> None:
     golden = store[0][kind]
-    assert_nothing_broken(spread(look_at_every_bit, parts(golden, files_that_count(golden), 64)))
-
-
-@pytest.mark.parametrize("kind", ["closed", "whole"])
-def test_any_flipped_bit_of_the_last_segment_costs_only_the_record_that_it_is_in(
-    store: Store, spread: Spread, kind: str
-) -> None:
-    golden = store[0][kind]
-    assert_nothing_broken(spread(look_at_every_bit, parts(golden, [last_segment(golden)], 64)))
+    assert_nothing_broken(spread(look_at_every_bit, parts(golden, files_to_damage(golden), 128)))
 
 
 @KINDS
@@ -184,7 +189,7 @@ def test_rollout_with_a_flipped_bit_lives_on(store: Store, spread: Spread, kind:
     """A bit in every fifth byte, a header of 32 bytes therefore hit in each of its fields."""
     goldens, rest = store
     golden = goldens[kind]
-    paths = [last_segment(golden)] if kind in ("closed", "whole") else files_that_count(golden)
+    paths = files_to_damage(golden)
     cases = [Case(path, at, at // 5 % 8) for path in paths for at in range(0, len(golden.tree[path]), 5)]
     assert_nothing_broken(spread(live_through, [(golden, rest, part) for part in chunks(cases)], later_boot=False))
 
@@ -533,8 +538,9 @@ def test_damage_found_by_a_freeze_is_reported_by_later_versions_and_without_the_
             assert snapshot.damage and snapshot.incomplete
 
 
+@pytest.mark.parametrize("queued", [False, True], ids=["in this thread", "queued"])
 @pytest.mark.parametrize("warm", [True, False], ids=["known to the writer", "found by it"])
-def test_record_that_is_damaged_is_stored_again_when_it_is_put_again(store: Store, warm: bool) -> None:
+def test_record_that_is_damaged_is_stored_again_when_it_is_put_again(store: Store, warm: bool, queued: bool) -> None:
     goldens, rest = store
     golden = goldens["whole"]
     with Bench(rest) as bench:
@@ -551,8 +557,11 @@ def test_record_that_is_damaged_is_stored_again_when_it_is_put_again(store: Stor
         with path.open("r+b") as file:
             file.seek(at)
             file.write(b"\xff")
-        bench.one.put_now(entry)
-        bench.one.put_now(entry)
+        for _ in range(2):
+            if queued:
+                bench.one.put_many_now([entry])
+            else:
+                bench.one.put_now(entry)
         with bench.other.freeze_now(FROZEN) as snapshot:
             assert fingerprint(entry) in [fingerprint(found) for found in snapshot.entries]
             assert {call.outcome for call in snapshot.calls if call.model_call_id == "again"} == {"recorded"}

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.faulty_files import View, view
+from tests.faulty_files import View, booted_as, view
 from tokcap import FileStore, TokenEntry
 from tokcap.errors import DurabilityError
 
@@ -192,7 +192,7 @@ def test_retire_and_reset_give_space_back(disk: str) -> None:
         assert view(store, "new").calls == {"a", "b"}
 
 
-def test_a_device_that_stops_working_costs_nothing_that_was_acknowledged() -> None:
+def test_a_device_that_goes_away_with_the_power_costs_nothing_that_was_acknowledged() -> None:
     with mounted("ext4") as point:
         store = open_store(point)
         prepare(store)
@@ -213,8 +213,8 @@ def test_a_device_that_stops_working_costs_nothing_that_was_acknowledged() -> No
             store.close_now()
         subprocess.run(["umount", point], check=True)
         subprocess.run(["mount", "-o", "loop", f"{os.path.dirname(point)}/image", point], check=True)
-        with open_store(point) as again:
+        with booted_as("00000000-0000-4000-8000-000000000000"), open_store(point) as again:
             assert views(again) == before
             assert again.stat_now("new").state == "absent"
-            again.put_now(entry("open", "later", 1000))
+            again.reset_now("to-reset")
             check_freed(again, before)

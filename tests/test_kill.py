@@ -154,22 +154,22 @@ def _opened(path: str, seed: int, slow: bool, **settings: Any) -> FileStore:
     return FileStore(path, files=SlowFiles(seed) if slow else None, sweep_every_s=0.0, **settings)
 
 
-def write_one_by_one(channel: Channel, path: str, rollout_id: str, seed: int, slow: bool) -> None:
+def write_one_by_one(channel: Channel, path: str, rollout_id: str, seed: int, slow: bool, length: int) -> None:
     """A writer, blocking; small segments, so that rotation is among what is interrupted."""
     store = _opened(path, seed, slow, segment_bytes=12_000)
-    for number, step in enumerate(plan_of(seed, rollout_id, 40)):
+    for number, step in enumerate(plan_of(seed, rollout_id, length)):
         channel.send(("start", number))
         _do_now(store, rollout_id, step)
         channel.send(("ack", number))
     channel.send(("end", None))
 
 
-def write_at_once(channel: Channel, path: str, rollout_id: str, seed: int, slow: bool) -> None:
+def write_at_once(channel: Channel, path: str, rollout_id: str, seed: int, slow: bool, length: int) -> None:
     """A writer with many operations in flight; those of one call one after the other."""
 
     async def main() -> None:
         store = _opened(path, seed, slow)
-        steps = plan_of(seed, rollout_id, 60)
+        steps = plan_of(seed, rollout_id, length)
         by_call: dict[str, list[int]] = {}
         for number, step in enumerate(steps):
             by_call.setdefault(step[1], []).append(number)
@@ -396,8 +396,8 @@ class Rounds:
         """One writer, killed."""
         self.number += 1
         seed, rollout_id, slow = self.number, f"written-{self.number}", self.chance.random() < 0.5
-        log = Log(plan_of(seed, rollout_id, 60 if how is write_at_once else 40))
-        child = self.nursery.start(how, self.path, rollout_id, seed, slow)
+        log = Log(plan_of(seed, rollout_id, 40))
+        child = self.nursery.start(how, self.path, rollout_id, seed, slow, 40)
         kill_at(child, self.chance, self.chance.randint(1, len(log.steps) - 5), log.hear)
         self.nursery.forget(child)
         self._count(log.steps[number][0] for number in log.in_flight)
@@ -408,9 +408,9 @@ class Rounds:
         self.number += 1
         rollout_id, slow = f"shared-{self.number}", self.chance.random() < 0.5
         seeds = (2 * self.number, 2 * self.number + 1)
-        logs = [Log(plan_of(seed, rollout_id, 40)) for seed in seeds]
-        children = [self.nursery.start(write_one_by_one, self.path, rollout_id, seed, slow) for seed in seeds]
-        kill_at(children[0], self.chance, self.chance.randint(1, 40), logs[0].hear)
+        logs = [Log(plan_of(seed, rollout_id, 20)) for seed in seeds]
+        children = [self.nursery.start(write_one_by_one, self.path, rollout_id, seed, slow, 20) for seed in seeds]
+        kill_at(children[0], self.chance, self.chance.randint(1, 20), logs[0].hear)
         for message in children[1].end():
             logs[1].hear(message)
         assert logs[1].ended

@@ -791,6 +791,29 @@ def test_puts_that_race_with_close_return_or_are_refused(directory: Path) -> Non
             assert sorted(calls_of(snapshot)) == sorted(returned)
 
 
+def open_and_close(channel: Channel, path: str) -> None:
+    """In a child: use and close stores, and tell what they leave."""
+
+    async def use(turn: int) -> None:
+        async with open_store(path, sync_threads=4, sweep_every_s=3600.0) as store:
+            await store.begin_call("r-0", f"begun-{turn}")
+            await asyncio.gather(*(store.put(entry_of(f"r-{n % 5}", f"call-{turn}-{n}")) for n in range(20)))
+            for snapshot in await store.freeze_many(f"frozen-{turn}-{n}" for n in range(5)):
+                snapshot.close()
+
+    before = os.listdir("/proc/self/fd")
+    for turn in range(10):
+        asyncio.run(use(turn))
+    eventually(lambda: threading.active_count() == 1, "threads end")
+    channel.send((before, os.listdir("/proc/self/fd"), os.listdir(f"{path}/writers")))
+
+
+def test_closed_stores_leave_no_thread_and_no_descriptor(directory: Path, nursery: Nursery) -> None:
+    before, after, writers = nursery.start(open_and_close, str(directory / "store")).receive()
+    assert before == after
+    assert not writers
+
+
 # ---- freeze that waits for open calls
 
 

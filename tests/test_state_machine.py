@@ -25,15 +25,15 @@ from tokcap.store.log import content_digest
 ROLLOUTS = ("r-0", "r-1", "r-2")
 CALLS = tuple(f"c-{number}" for number in range(6))
 WEIGHTS = {
-    "open": {"put": 60, "begin": 14, "settle": 8, "deliver": 6, "finish": 3, "freeze": 2, "retire": 1, "reset": 1, "read": 3},
+    "open": {"put": 60, "begin": 14, "settle": 8, "deliver": 6, "finish": 3, "freeze": 2, "retire": 1, "reset": 1},
     "frozen": {"put": 15, "begin": 3, "settle": 12, "deliver": 15, "finish": 2, "freeze": 6, "retire": 5, "reset": 3},
     "retired": {"put": 5, "begin": 3, "settle": 5, "deliver": 5, "finish": 1, "freeze": 2, "retire": 5, "reset": 10},
 }
 """What is done how often: an open rollout should live for long, a retired one shouldn't be in the way."""
 SETTLED = ("no_generation", "aborted", "lost")
 DELIVERED = ("full", "partly", "no", "unknown")
-EXAMPLES, STEPS = 40, 40
-SEEDS = (1, 2, 3)
+EXAMPLES, STEPS = 25, 40
+SEEDS = (1, 2, 3, 4)
 
 CHOICES = st.integers(0, 2**32 - 1).map(random.Random)
 """One number per rule: what it does follows from it."""
@@ -76,7 +76,12 @@ class Contents:
             return (self._new(chance, rollout, entry.model_call_id, entry.choice_index, entry),)
         call = chance.choice(CALLS)
         if kind == "group":
-            return tuple(self._new(chance, rollout, call, choice) for choice in range(chance.randint(2, 3)))
+            group = [self._new(chance, rollout, call, choice) for choice in range(chance.randint(2, 3))]
+            if chance.random() < 0.2:
+                group.append(chance.choice(group))
+            if chance.random() < 0.1:
+                group.append(self._new(chance, rollout, call, 0, group[0]))
+            return tuple(group)
         return (self._new(chance, rollout, call, chance.choice((0, 0, 0, 1))),)
 
     def _new(
@@ -132,6 +137,7 @@ class Machine(RuleBasedStateMachine):
     directory: Path
     actors: Actors
     synced: bool
+    stories: list[str]
     examples = 0
 
     def __init__(self) -> None:
@@ -170,7 +176,8 @@ class Machine(RuleBasedStateMachine):
                 )
             case "settle":
                 word = chance.choice(SETTLED)
-                return Operation("settle", rollout, chance.choice((call, call, "")) if word == "lost" else call, word=word)
+                unnamed = word == "lost" and chance.random() < 0.3
+                return Operation("settle", rollout, "" if unnamed else call, word=word)
             case "deliver":
                 return Operation("deliver", rollout, call, word=chance.choice(DELIVERED))
             case "finish":
@@ -199,18 +206,22 @@ class Machine(RuleBasedStateMachine):
     def together(self, chance: random.Random, killing: bool) -> None:
         """2 to 6 operations at once on one rollout: some order of them explains all results."""
         rollout = chance.choice(ROLLOUTS)
-        planned = [(chance.choice(self.actors.all), self.operation(chance, rollout)) for _ in range(chance.randint(2, 6))]
-        if chance.random() < 0.2:
-            planned.append((chance.choice(self.actors.all), Operation("freeze", rollout)))
+        operations = [self.operation(chance, rollout) for _ in range(chance.randint(2, 6))]
+        operations += [Operation("freeze", rollout)] * (chance.random() < 0.2)
+        operations += [Operation("read", rollout)] * (chance.random() < 0.2)
+        chance.shuffle(operations)
+        planned = [(chance.choice(self.actors.all), operation) for operation in operations]
         started = [(actor, operation, actor.start(operation)) for actor, operation in planned]
         victim = chance.choice(self.actors.remote) if killing and chance.random() < 0.5 else None
         if victim is not None:
             time.sleep(chance.choice((0.0, 0.0003, 0.001, 0.002)))
             victim.kill()
-        self.record(rollout, [(actor.name, operation, future.result(PATIENCE_S)) for actor, operation, future in started])
+        done = [(actor.name, operation, future.result(PATIENCE_S)) for actor, operation, future in started]
         if victim is not None:
-            self.forget(victim, f"{victim.name} is killed")
             victim.revive()
+        self.record(rollout, done)
+        if victim is not None:
+            self.forget(victim, f"{victim.name} was killed meanwhile")
 
     @rule(chance=CHOICES)
     def sweep(self, chance: random.Random) -> None:
@@ -227,6 +238,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(chance=CHOICES)
     def reopen(self, chance: random.Random) -> None:
+        if chance.random() < 0.5:
+            return
         actor = chance.choice(self.actors.all)
         actor.close()
         self.forget(actor, f"{actor.name} is closed and opened again")
@@ -234,6 +247,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(chance=CHOICES)
     def kill_an_idle_process(self, chance: random.Random) -> None:
+        if chance.random() < 0.7:
+            return
         victim = chance.choice(self.actors.remote)
         victim.kill()
         self.forget(victim, f"{victim.name} is killed")
@@ -259,7 +274,8 @@ class Machine(RuleBasedStateMachine):
             if isinstance(result, Seen):
                 self.check(operation, result)
             if not quietly:
-                self.history.append(f"{name}: {operation} -> {_short(result)}{' (with the next)' if len(done) > 1 else ''}")
+                together = " (at the same time)" if len(done) > 1 else ""
+                self.history.append(f"{name}: {operation} -> {_short(result)}{together}")
         after = linearize(self.states[rollout], done, self.actors.strict)
         assert after, self.story(
             "no order explains " + "; ".join(f"{name}: {operation} -> {result}" for name, operation, result in done)
@@ -269,7 +285,8 @@ class Machine(RuleBasedStateMachine):
     def check(self, operation: Operation, result: Seen) -> None:
         for entry in result.entries:
             put = self.contents.put_as(entry)
-            assert put is not None and exactly_equal(entry, put), self.story(f"{operation} shows {entry}, put was {put}")
+            assert put is not None, self.story(f"{operation} shows {entry}, which nobody put")
+            assert exactly_equal(entry, put), self.story(f"{operation} shows {entry}, put was {put}")
         if result.version:
             pair = (result.snapshot_id, result.version)
             if pair not in self.seen[operation.rollout_id]:
@@ -282,7 +299,9 @@ class Machine(RuleBasedStateMachine):
 
     def story(self, problem: str) -> str:
         states = "\n".join(f"{rollout}: {states}" for rollout, states in self.states.items())
-        return "\n".join([problem, "states:", states, "history:", *self.history])
+        story = "\n".join([problem, "states:", states, "history:", *self.history])
+        self.stories.append(story)
+        return story
 
 
 def _key(entry: TokenEntry) -> tuple[str, str, int, bytes]:
@@ -320,8 +339,9 @@ def actors() -> Iterator[Actors]:
 
 def run_machine(actors: Actors, directory: Path, number: int, *, examples: int) -> None:
     # One seed in four waits for the device; the others see many more operations, and closer together.
-    chosen_by_seed = {"actors": actors, "directory": directory, "synced": number % 4 == 1}
-    machine = seed(number)(type("SeededMachine", (Machine,), chosen_by_seed))
+    stories: list[str] = []
+    own = {"actors": actors, "directory": directory, "synced": number % 4 == 1, "stories": stories}
+    machine = seed(number)(type("SeededMachine", (Machine,), own))
     # No shrinking: what threads and processes do at the same time is not the same twice. The story tells what happened.
     chosen = settings(
         max_examples=examples,
@@ -335,12 +355,14 @@ def run_machine(actors: Actors, directory: Path, number: int, *, examples: int) 
         run_state_machine_as_test(machine, settings=chosen)
     except BaseException as error:
         error.add_note(f"seed {number}, {examples} examples")
+        # A second run, that may end in another way or not fail at all, must not hide what the first one found.
+        error.add_note("\n".join(stories[:1]))
         raise
 
 
 @pytest.mark.parametrize("number", SEEDS)
 def test_every_operation_and_look_agrees_with_the_state_table(actors: Actors, tmp_path: Path, number: int) -> None:
-    run_machine(actors, tmp_path, number, examples=EXAMPLES)
+    run_machine(actors, tmp_path, number, examples=EXAMPLES if number % 4 != 1 else EXAMPLES // 3)
 
 
 @pytest.mark.torture

@@ -92,7 +92,7 @@ class Gate(UnsyncedFiles):
 
 def entry(call: int | str, prompt: Any = (1, 2, 3), generated: Any = (4, 5), *, rollout: str = ROLLOUT) -> TokenEntry:
     name = call if isinstance(call, str) else f"c-{call}"
-    return TokenEntry(rollout, name, prompt, generated, [-1.0] * len(generated))  # type: ignore[arg-type]
+    return TokenEntry(rollout, name, prompt, generated, [-1.0] * len(generated))
 
 
 @pytest.fixture
@@ -126,10 +126,10 @@ def test_every_other_record_is_one_write_and_one_sync_too(store: FileStore, file
         "begin": lambda n: store.begin_call_now(ROLLOUT, f"c-{n}", request_digests=[b"x" * 16] * n),
         "settle": lambda n: store.settle_call_now(ROLLOUT, f"c-{n}", "aborted"),
         "mark": lambda n: store.mark_incomplete_now(ROLLOUT, f"c-{n}"),
-        "deliver": lambda n: store.note_delivery_now(ROLLOUT, "c-0", ("full", "partly")[n % 2]),  # type: ignore[arg-type]
+        "deliver": lambda n: store.note_delivery_now(ROLLOUT, "c-0", ("full", "partly")[n % 2]),
         "finish": lambda n: store.finish_now(ROLLOUT, {"reward": n}),
         "put_many": lambda n: store.put_many_now(
-            [TokenEntry(ROLLOUT, f"c-{n}", [1], [2], [-1.0], choice_index=c) for c in range(5)]  # type: ignore[arg-type]
+            [TokenEntry(ROLLOUT, f"c-{n}", [1], [2], [-1.0], choice_index=c) for c in range(5)]
         ),
     }
     acts[name](1)  # the first begin also makes the liveness file
@@ -202,7 +202,8 @@ def test_blocking_puts_of_several_threads_share_syncs_too(store_dir: Path) -> No
         running = threads.submit(store.put_now, entry("running"))
         assert gate.arrived.wait(20)
         waiting = [threads.submit(store.put_now, entry(number)) for number in range(16)]
-        while sum(len(queued.pending) for queued in store._engine._queued.values()) < 16:  # type: ignore[union-attr]
+        assert store._engine is not None
+        while sum(len(queued.pending) for queued in store._engine._queued.values()) < 16:
             time.sleep(0.001)
         gate.released.set()
         for put in (running, *waiting):

@@ -192,7 +192,8 @@ def test_retire_and_reset_give_space_back(disk: str) -> None:
         assert view(store, "new").calls == {"a", "b"}
 
 
-def test_a_device_that_goes_away_with_the_power_costs_nothing_that_was_acknowledged() -> None:
+@pytest.mark.parametrize("rebooted", [True, False], ids=["another-boot", "same-boot"])
+def test_a_device_that_goes_away_costs_nothing_that_was_acknowledged(rebooted: bool) -> None:
     with mounted("ext4") as point:
         store = open_store(point)
         prepare(store)
@@ -213,7 +214,8 @@ def test_a_device_that_goes_away_with_the_power_costs_nothing_that_was_acknowled
             store.close_now()
         subprocess.run(["umount", point], check=True)
         subprocess.run(["mount", "-o", "loop", f"{os.path.dirname(point)}/image", point], check=True)
-        with booted_as("00000000-0000-4000-8000-000000000000"), open_store(point) as again:
+        boot = booted_as("00000000-0000-4000-8000-000000000000") if rebooted else contextlib.nullcontext()
+        with boot, open_store(point) as again:
             assert views(again) == before
             assert again.stat_now("new").state == "absent"
             again.reset_now("to-reset")

@@ -70,10 +70,19 @@ class Batch:
         created_at: float,
         predecessor_end: int,
         predecessor: int = 0,
+        mount: str = "",
     ) -> SegmentHeader:
         """Append the first frame of a segment."""
         header = SegmentHeader(
-            FORMAT_VERSION, rollout_id, incarnation, segment, boot_id, created_at, predecessor_end, predecessor
+            FORMAT_VERSION,
+            rollout_id,
+            incarnation,
+            segment,
+            boot_id,
+            created_at,
+            predecessor_end,
+            predecessor,
+            mount,
         )
         self.add_record(Kind.SEGMENT, header)
         return header

@@ -37,6 +37,8 @@ class Files:
         from filelock import lock_descriptor, unlock_descriptor  # 15 ms, which `import tokcap` need not take
 
         self.modes = modes or Modes()
+        self._mount_nodes: dict[int, str] = {}
+        """Device -> the node of its mount under /sys/fs."""
         self._lock, self._unlock = lock_descriptor, unlock_descriptor
 
     # ---- changing
@@ -133,6 +135,24 @@ class Files:
 
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)
+
+    def mount_life(self, path: str) -> str:
+        """What identifies the file system under `path` from its mount to its unmount; empty if that can't be told.
+
+        A file system that was shut down or torn away and mounted again has lost its page cache, in the same boot. The
+        kernel makes a new node under /sys/fs for each mount of an ext4, xfs or f2fs; other kinds have none.
+        """
+        device = os.stat(path).st_dev
+        node = self._mount_nodes.get(device)
+        if node is None:
+            name = os.path.basename(os.path.realpath(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+            nodes = (f"/sys/fs/{kind}/{name}" for kind in ("ext4", "xfs", "f2fs"))
+            node = self._mount_nodes[device] = next((node for node in nodes if os.path.isdir(node)), "")
+        try:
+            return str(os.stat(node).st_ino) if node else ""
+        except OSError:
+            del self._mount_nodes[device]
+            return ""
 
     def listdir(self, path: str) -> list[str]:
         return os.listdir(path)

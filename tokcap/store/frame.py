@@ -31,7 +31,8 @@ disk, and its whole frames are kept).
 
 In the boot that wrote it, a batch without its trailer is never believed: its writer died before the sync returned, or
 the sync failed, and then the page cache shows bytes that the disk does not have. In a later boot what can be read came
-from the disk, so whole frames are believed. A segment is only ever written in one boot (`SegmentHeader.boot_id`).
+from the disk, so whole frames are believed; likewise after the file system was mounted anew. A segment is only ever
+written in one boot and one life of its mount (`SegmentHeader.boot_id`, `mount`).
 The trailer lies inside the bytes that the sync made durable: writing it needs no space and can't fail half-way.
 """
 

@@ -205,6 +205,13 @@ class LogReader:
     def _is_ours(self, header: SegmentHeader, number: int) -> bool:
         return (header.rollout_id, header.incarnation, header.number) == (self.rollout_id, self.incarnation, number)
 
+    def is_same_life(self, header: SegmentHeader, path: str) -> bool:
+        """Whether what can be read of a segment may be in the page cache only, as its writer left it there."""
+        if header.boot_id != self.boot_id:
+            return False
+        mount = self.files.mount_life(path)
+        return not header.mount or not mount or header.mount == mount
+
     def _read_segment(self, path: str, name: SegmentName, stated_end: int | None) -> None:
         data = self._load(path)
         if data is None:
@@ -212,7 +219,7 @@ class LogReader:
             return
         seed = self.seed(name.number)
         header = read_header(path, data, seed, len(data))
-        limit, sealed_end, believe_tail = len(data), 0, header is None or header.boot_id != self.boot_id
+        limit, sealed_end, believe_tail = len(data), 0, header is None or not self.is_same_life(header, path)
         if stated_end is not None:
             limit, sealed_end, believe_tail = min(limit, stated_end), stated_end, False
         elif name.kind == SEALED:

@@ -69,6 +69,8 @@ class SegmentHeader(msgspec.Struct, array_like=True, frozen=True):
     """Where the believed bytes of segment `predecessor` end; nothing above is ever served again. -1: not stated."""
     predecessor: int = 0
     """The last earlier segment that holds anything, 0 if none does; nothing in those between is ever served."""
+    mount: str = ""
+    """Life of the mounted file system (`Files.mount_life`); empty if unknown."""
 
 
 class EntryHead(msgspec.Struct, array_like=True, frozen=True):

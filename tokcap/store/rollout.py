@@ -188,7 +188,9 @@ class Rollout:
     def _resume(self, log: OpenLog, name: SegmentName, read: SegmentRead) -> None:
         log.last_name = name
         header = read.header
-        if name.kind != OPEN or read.scan.append_at is None or header is None or header.boot_id != self.boot_id:
+        if name.kind != OPEN or read.scan.append_at is None or header is None:
+            return
+        if not log.reader.is_same_life(header, log.directory.incarnation_path):
             return
         if not read.scan.frames or read.scan.frames[-1].kind == Kind.SEAL:
             return
@@ -231,6 +233,7 @@ class Rollout:
             now,
             log.last_end,
             log.predecessor,
+            self.files.mount_life(self.path),
         )
         path = f"{log.directory.incarnation_path}/{name}"
         log.segment = OpenSegment(name, path, batch.seed, header)

@@ -638,6 +638,9 @@ class MemoryFiles(Files):
         self.close(fd)
         return with_size
 
+    def mount_life(self, path: str) -> str:
+        return ""
+
     def close(self, fd: int) -> None:
         del self._open[fd]
 
@@ -752,7 +755,7 @@ class Bench:
         self.one, self.other = self.store(), self.store()
 
     def store(self) -> FileStore:
-        with mock.patch("tokcap.store.store.boot_id", return_value=self._boot):
+        with mock.patch("tokcap.store.base.boot_id", return_value=self._boot):
             return FileStore(self.root, segment_bytes=SEGMENT_BYTES, sweep_every_s=0)
 
     def restore(self, tree: Tree) -> None:

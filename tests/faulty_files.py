@@ -14,7 +14,7 @@ from typing import Literal
 from unittest.mock import patch
 
 from tokcap import FileStore
-from tokcap.store import store as store_module
+from tokcap.store import base as store_module
 from tokcap.store.files import Files, Modes
 
 CHANGING = ("mkdir", "create", "pwritev", "acknowledge", "link", "rename", "unlink", "rmdir")

@@ -90,9 +90,9 @@ class RecordedCall(msgspec.Struct, frozen=True, dict=True):
         return TokenEntry(
             self.rollout_id,
             self.model_call_id,
-            prompt,  # type: ignore[arg-type]
+            prompt,
             ids,
-            log_probs,  # type: ignore[arg-type]
+            log_probs,
             choice_index=choice["index"],
             output_items=[item],
             token_item_index=0,

@@ -571,7 +571,7 @@ def test_defaults_are_those_of_the_contract() -> None:
 
 
 def test_positional_order_is_that_of_the_contract() -> None:
-    made = TokenEntry("r", "c", [1], [2], [-0.5], 3)  # type: ignore[arg-type]
+    made = TokenEntry("r", "c", [1], [2], [-0.5], 3)
     assert (made.rollout_id, made.model_call_id, made.choice_index) == ("r", "c", 3)
     assert (made.prompt_token_ids.tolist(), made.generation_token_ids.tolist()) == ([1], [2])
 

@@ -1647,6 +1647,33 @@ def test_a_look_while_segments_are_renamed_and_versions_replaced_sees_no_damage(
         assert problems == []
 
 
+def test_a_look_at_a_version_that_is_being_removed_shows_the_next_one(store_dir: Path) -> None:
+    class Removing(Files):
+        """Stops in the middle of removing a version: its manifest and its last segment are gone."""
+
+        def unlink(self, path: str) -> None:
+            if not (path.endswith(".seg") and "/v1/" in path) or "/000003-" in path:
+                super().unlink(path)
+
+    class Interrupted(Files):
+        """When a reader is about to open a manifest, somebody publishes the next version."""
+
+        def open(self, path: str, *, write: bool = False) -> int:
+            if path.endswith("v1/manifest"):
+                writer.mark_incomplete_now(ROLLOUT, "c-late")
+            return super().open(path, write=write)
+
+    with (
+        FileStore(store_dir, sweep_every_s=0, segment_bytes=1, files=Removing()) as writer,
+        FileStore(store_dir, sweep_every_s=0, files=Interrupted()) as reader,
+    ):
+        for number in range(3):
+            writer.put_now(entry(f"c-{number}"))
+        freeze(writer)
+        with reader.read_now(ROLLOUT) as look:
+            assert (look.version, len(look.entries), look.damage) == (2, 3, ())
+
+
 def test_stat_of_each_state(store: FileStore) -> None:
     stat = store.stat_now(ROLLOUT)
     assert (stat.state, stat.snapshot_id, stat.version, stat.entries, stat.bytes) == ("absent", "", 0, 0, 0)

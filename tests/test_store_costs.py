@@ -467,7 +467,7 @@ def test_what_is_cached_of_a_rollout_is_dropped_at_its_freeze(store_dir: Path) -
 def test_descriptors_stay_bounded_with_thousands_of_open_rollouts(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokcap.store.store._descriptor_budget", lambda: 64)
+    monkeypatch.setattr("tokcap.store.base._descriptor_budget", lambda: 64)
     descriptors = Path("/proc/self/fd")
     with FileStore(store_dir, sweep_every_s=0, files=UnsyncedFiles()) as store:
         before = len(list(descriptors.iterdir()))

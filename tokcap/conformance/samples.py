@@ -45,9 +45,9 @@ def entry_of(
     return TokenEntry(
         rollout_id=rollout_id,
         model_call_id=model_call_id,
-        prompt_token_ids=ids_of(f"{name}/prompt", 24) if prompt is None else prompt,  # type: ignore[arg-type]
-        generation_token_ids=generated,  # type: ignore[arg-type]
-        generation_log_probs=log_probs_of(name, len(generated)) if log_probs is None else log_probs,  # type: ignore[arg-type]
+        prompt_token_ids=ids_of(f"{name}/prompt", 24) if prompt is None else prompt,
+        generation_token_ids=generated,
+        generation_log_probs=log_probs_of(name, len(generated)) if log_probs is None else log_probs,
         **fields,
     )
 

@@ -233,7 +233,7 @@ class Rollout:
             now,
             log.last_end,
             log.predecessor,
-            self.files.mount_life(self.path),
+            self.files.mount_life(self.layout.root),
         )
         path = f"{log.directory.incarnation_path}/{name}"
         log.segment = OpenSegment(name, path, batch.seed, header)

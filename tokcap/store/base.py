@@ -1,0 +1,237 @@
+"""What every method of a store stands on: its settings, its engine, and what happens at a fork and at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Self
+
+from ..errors import ClosedError, ReadOnlyError
+from .engine import Engine
+from .files import Files, Modes
+from .layout import Layout, absolute
+from .liveness import Liveness
+from .looking import Looker
+from .operations import Operation
+from .requests import Requests
+from .root import boot_id, group_id_of, open_root, read_marker, sync_threads_for
+from .sweep import Housekeeper
+from .waiters import Mailbox, in_thread
+
+__all__ = ("StoreBase", "raise_first")
+
+_STORES: weakref.WeakSet[StoreBase] = weakref.WeakSet()
+"""Only so that a forked child can close what it inherited."""
+
+_ROOTS: set[str] = set()
+"""Directories of stores that this process has opened, closed ones included: for the same purpose."""
+
+_HOUR = 3600.0
+
+
+class StoreBase:
+    """A store object without its methods; `FileStore` has the documentation."""
+
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        require_intent: bool = False,
+        group: str | int | None = None,
+        allow_unsafe_fs: bool = False,
+        lock_timeout_s: float = 30.0,
+        segment_bytes: int = 64 << 20,
+        max_entry_bytes: int = 1 << 30,
+        cache_bytes: int = 24 << 20,
+        sync_threads: int | None = None,
+        sweep_every_s: float = _HOUR,
+        tombstone_age_s: float = 24 * _HOUR,
+        files: Files | None = None,
+    ) -> None:
+        self._settings: dict[str, Any] = {
+            "dir": absolute(dir),
+            "read_only": read_only,
+            "require_intent": require_intent,
+            "group": group,
+            "allow_unsafe_fs": allow_unsafe_fs,
+            "lock_timeout_s": lock_timeout_s,
+            "segment_bytes": segment_bytes,
+            "max_entry_bytes": max_entry_bytes,
+            "cache_bytes": cache_bytes,
+            "sync_threads": sync_threads,
+            "sweep_every_s": sweep_every_s,
+            "tombstone_age_s": tombstone_age_s,
+        }
+        self._files = files or Files(Modes(group_id_of(group)))
+        self._layout = Layout(self._settings["dir"])
+        self._boot_id = boot_id()
+        self._looker = Looker(self._files, self._layout, self._boot_id)
+        self._closed = False
+        self._start()
+        _STORES.add(self)
+        if read_only:
+            read_marker(self._files, self._layout)
+        else:
+            self._running()
+
+    def _start(self) -> None:
+        """Everything that a fork must not share."""
+        self._pid = os.getpid()
+        self._guard = threading.Lock()
+        self._engine: Engine | None = None
+        self._requests = Requests(
+            require_intent=self._settings["require_intent"], max_entry_bytes=self._settings["max_entry_bytes"]
+        )
+        self._liveness = Liveness(self._files, self._layout)
+        self._signalling: set[int] = set()
+        """Descriptors that show others that a freeze waits for open calls."""
+        self._mailboxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
+        self._housekeeper: Housekeeper | None = None
+
+    # ---- the machinery behind every method
+
+    def _running(self) -> Engine:
+        if self._closed:
+            raise ClosedError(f"the store on {self._layout.root} is closed")
+        engine = self._engine
+        if engine is not None:
+            return engine
+        settings = self._settings
+        if settings["read_only"]:
+            raise ReadOnlyError(f"{self._layout.root} was opened with read_only=True")
+        with self._guard:
+            if self._engine is None:
+                kind = open_root(self._files, self._layout, allow_unsafe_fs=settings["allow_unsafe_fs"])
+                _ROOTS.add(self._layout.root)
+                self._engine = Engine(
+                    self._files,
+                    self._layout,
+                    boot_id=self._boot_id,
+                    sync_threads=settings["sync_threads"] or sync_threads_for(kind),
+                    cache_bytes=settings["cache_bytes"],
+                    segment_bytes=settings["segment_bytes"],
+                    descriptors=_descriptor_budget(),
+                    lock_timeout_s=settings["lock_timeout_s"],
+                )
+                if settings["sweep_every_s"]:
+                    self._housekeeper = Housekeeper(self, type(self)._sweep_if_due, first_s=1.0, then_s=60.0)
+            return self._engine
+
+    def _looking(self) -> Looker:
+        if self._closed:
+            raise ClosedError(f"the store on {self._layout.root} is closed")
+        return self._looker
+
+    async def _await(self, operation: Operation) -> Any:
+        import asyncio
+
+        engine = self._running()
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.get(loop)
+        if mailbox is None:
+            mailbox = self._mailboxes[loop] = Mailbox(loop)
+        future: asyncio.Future[Any] = loop.create_future()
+        operation.waiter = (mailbox, future)
+        engine.submit(operation)
+        return await future
+
+    def _call(self, operation: Operation) -> Any:
+        return self._running().call(operation)
+
+    def _sweep_if_due(self) -> None:
+        raise NotImplementedError
+
+    # ---- the end, forks, copies
+
+    async def close(self) -> None:
+        """Finish what is queued, seal the segments of this object, free its threads and descriptors. Repeatable."""
+        if not self._closed:
+            await in_thread(self.close_now)
+
+    def close_now(self) -> None:
+        """`close`, blocking."""
+        with self._guard:
+            engine, self._engine = self._engine, None
+            already, self._closed = self._closed, True
+        if already:
+            return
+        if self._housekeeper is not None:
+            self._housekeeper.stop()
+        errors = engine.close() if engine is not None else []
+        self._liveness.end()
+        if errors:
+            raise errors[0]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_now()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (type(self), self._settings)
+
+    def __repr__(self) -> str:
+        return f"FileStore({self._layout.root!r})"
+
+    def _after_fork(self) -> None:
+        if self._engine is not None:
+            self._engine.abandon()
+        self._liveness.abandon()
+        for fd in self._signalling:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._start()
+
+
+def _reopen(kind: type[StoreBase], settings: dict[str, Any]) -> StoreBase:
+    return kind(**settings)
+
+
+def _descriptor_budget() -> int:
+    """Half of what this process may open, so that the server around us keeps the other half."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, min(soft // 2, 8192)) if soft != resource.RLIM_INFINITY else 8192
+
+
+def raise_first(results: Iterable[Any]) -> None:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _forget_in_child() -> None:
+    for store in list(_STORES):
+        store._after_fork()
+    for root in list(_ROOTS):
+        _close_inherited(os.path.realpath(root))
+
+
+def _close_inherited(root: str) -> None:
+    """Close every descriptor that carries a lock below `root`, also one that a thread was just opening or closing.
+
+    Kernel locks live as long as any copy of their descriptor: one that stays behind here would outlive the parent.
+    """
+    fences, writers = f"{root}/rollouts/", f"{root}/writers/"
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            # Files below the fences carry no lock, and a mapping of a snapshot may own the descriptor.
+            if target.startswith(writers) or (target.startswith(fences) and stat.S_ISDIR(os.fstat(int(name)).st_mode)):
+                os.close(int(name))
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,162 @@
+"""The source: what consumers on the same node call."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+from ..ids import check_rollout_id
+from . import fence
+from .base import StoreBase, raise_first
+from .files import durability_error
+from .lifecycle import Freeze, Lifecycle, Reset, Retire
+from .rollout import Rollout
+from .snapshot import Snapshot
+from .waiters import in_thread
+
+__all__ = ("SourceMethods",)
+
+
+class SourceMethods(StoreBase):
+    """Everything that ends a rollout, and the way to its snapshot."""
+
+    async def freeze(self, rollout_id: str, *, wait_open_s: float = 0.0) -> Snapshot:
+        """Fence the rollout against writers and return its snapshot; the same one when repeated.
+
+        Every put that succeeded before is in it, none succeeds after. With `wait_open_s` open calls of live processes
+        may finish first, while new ones are refused. Raises `RetiredError`, `BusyError`, `DurabilityError`. Damage
+        doesn't raise: it shows in `snapshot.calls`.
+        """
+        import asyncio
+
+        check_rollout_id(rollout_id)
+        if self._settings["read_only"]:
+            return await in_thread(lambda: self.freeze_now(rollout_id))
+        if wait_open_s > 0:
+            with self._closing(rollout_id) as waiting:
+                deadline = time.monotonic() + wait_open_s
+                while waiting and await self._await(_OpenCalls(rollout_id, self._liveness.is_alive)):
+                    if time.monotonic() >= deadline:
+                        break
+                    await asyncio.sleep(0.01)
+                return await self._freeze(rollout_id)
+        return await self._freeze(rollout_id)
+
+    async def _freeze(self, rollout_id: str) -> Snapshot:
+        snapshot: Snapshot = await self._await(Freeze(rollout_id))
+        return snapshot
+
+    def freeze_now(self, rollout_id: str, *, wait_open_s: float = 0.0) -> Snapshot:
+        """`freeze`, blocking."""
+        check_rollout_id(rollout_id)
+        if self._settings["read_only"]:
+            return self._looking().published(rollout_id)
+        snapshot: Snapshot
+        if wait_open_s > 0:
+            with self._closing(rollout_id) as waiting:
+                deadline = time.monotonic() + wait_open_s
+                while waiting and self._call(_OpenCalls(rollout_id, self._liveness.is_alive)):
+                    if time.monotonic() >= deadline:
+                        break
+                    time.sleep(0.01)
+                snapshot = self._call(Freeze(rollout_id))
+                return snapshot
+        snapshot = self._call(Freeze(rollout_id))
+        return snapshot
+
+    async def freeze_many(self, rollout_ids: Iterable[str]) -> list[Snapshot]:
+        """Freeze several rollouts at once, their syncs overlapping; the snapshots in the same order."""
+        import asyncio
+
+        ids = [check_rollout_id(rollout_id) for rollout_id in rollout_ids]
+        if self._settings["read_only"]:
+            return await in_thread(lambda: self.freeze_many_now(ids))
+        results = await asyncio.gather(*(self._await(Freeze(i)) for i in ids), return_exceptions=True)
+        return _all_or_close(results)
+
+    def freeze_many_now(self, rollout_ids: Iterable[str]) -> list[Snapshot]:
+        """`freeze_many`, blocking."""
+        ids = [check_rollout_id(rollout_id) for rollout_id in rollout_ids]
+        if self._settings["read_only"]:
+            return [self._looking().published(rollout_id) for rollout_id in ids]
+        return _all_or_close(self._running().call_many([Freeze(i) for i in ids]))
+
+    def _retire_operation(self, rollout_id: str, snapshot_id: str, version: int) -> Retire:
+        return Retire(check_rollout_id(rollout_id), snapshot_id, version)
+
+    async def retire(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        """Remove exactly this version of this snapshot, after its consumer has it safely; a tombstone stays.
+
+        True if it is gone, also when repeated. False, and nothing is touched, if the pair is not the published one:
+        it is stale (a late mark made a new version), foreign, or the rollout is absent or open.
+        """
+        return bool(await self._await(self._retire_operation(rollout_id, snapshot_id, version)))
+
+    def retire_now(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        """`retire`, blocking."""
+        return bool(self._call(self._retire_operation(rollout_id, snapshot_id, version)))
+
+    async def reset(self, *rollout_ids: str) -> None:
+        """Back to absent, from any state. What is put by calls that began before raises `StaleAttemptError`."""
+        import asyncio
+
+        operations = [Reset(check_rollout_id(rollout_id)) for rollout_id in rollout_ids]
+        raise_first(await asyncio.gather(*(self._await(o) for o in operations), return_exceptions=True))
+
+    def reset_now(self, *rollout_ids: str) -> None:
+        """`reset`, blocking."""
+        raise_first(self._running().call_many([Reset(check_rollout_id(rollout_id)) for rollout_id in rollout_ids]))
+
+    @contextlib.contextmanager
+    def _closing(self, rollout_id: str) -> Generator[bool, None, None]:
+        """Show that a freeze waits for open calls; a waiter that dies leaves the rollout as it is."""
+        self._running()
+        path = self._layout.rollout(rollout_id)
+        try:
+            fd = fence.open_fence(self._files, path)
+        except OSError as error:
+            raise durability_error(error, f"rollout {rollout_id}: can't be closed to new calls", path) from error
+        if fd is None:
+            yield False
+            return
+        self._signalling.add(fd)
+        try:
+            fence.signal(fd, fence.CLOSING)
+            yield True
+        finally:
+            if fd in self._signalling:  # not in a child that was forked meanwhile
+                self._signalling.discard(fd)
+                self._files.close(fd)
+
+
+class _OpenCalls(Lifecycle):
+    """Whether a call is open whose writer is still alive."""
+
+    __slots__ = ("is_alive",)
+
+    def __init__(self, rollout_id: str, is_alive: Callable[[str], bool]) -> None:
+        super().__init__(rollout_id)
+        self.is_alive = is_alive
+
+    def run(self, rollout: Rollout) -> bool:
+        log = rollout.log
+        if log is None:
+            directory = rollout.look()
+            if directory.state != "open":
+                return False
+            log = rollout.load(directory)
+        writers = {call.writer for call in log.ledger.calls.values() if call.writer and call.outcome == "open"}
+        return any(self.is_alive(writer) for writer in writers)
+
+
+def _all_or_close(results: Sequence[Any]) -> list[Snapshot]:
+    try:
+        raise_first(results)
+    except BaseException:
+        for result in results:
+            if isinstance(result, Snapshot):
+                result.close()
+        raise
+    return list(results)

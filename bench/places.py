@@ -1,4 +1,4 @@
-"""Where it is measured: a journalled ext4, the disk that the checkout is on, and memory."""
+"""Where it is measured: a journalled ext4, a disk of this machine, and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 
 from tokcap.store.root import file_system_of
 
-__all__ = ("UnavailableError", "describe", "place")
+__all__ = ("PLACES", "UnavailableError", "describe", "place")
+
+PLACES = ("ext4", "disk", "tmpfs")
 
 IMAGE_BYTES = 2 << 30
 
@@ -23,14 +25,21 @@ class UnavailableError(Exception):
 
 @contextlib.contextmanager
 def place(name: str) -> Generator[Path, None, None]:
-    """An empty directory on `ext4` (loop-mounted, with a journal), `disk` (beside the checkout) or `tmpfs`."""
+    """An empty directory on `ext4` (loop-mounted, with a journal), `disk` or `tmpfs`.
+
+    The disk is the one with the temporary directory, or with `$TOKCAP_BENCH_DIR`.
+    """
     if name == "ext4":
         with _loop_ext4() as path:
             yield path
         return
+    if name not in PLACES:
+        raise UnavailableError(f"there is no such place; known are {', '.join(PLACES)}")
     parent = "/dev/shm" if name == "tmpfs" else os.environ.get("TOKCAP_BENCH_DIR", tempfile.gettempdir())
-    if name == "tmpfs" and file_system_of(parent) != "tmpfs":
-        raise UnavailableError(f"{parent} is not a tmpfs")
+    if (file_system_of(parent) == "tmpfs") != (name == "tmpfs"):
+        raise UnavailableError(
+            f"{parent} is on {file_system_of(parent)}; set TOKCAP_BENCH_DIR to a directory on a disk"
+        )
     path = Path(tempfile.mkdtemp(prefix="tokcap-bench-", dir=parent))
     try:
         yield path
@@ -78,7 +87,8 @@ def describe(path: Path) -> str:
     kind = file_system_of(str(path))
     if kind != "ext4":
         return kind
-    device = os.path.realpath(f"/dev/block/{os.major(path.stat().st_dev)}:{os.minor(path.stat().st_dev)}")
+    number = path.stat().st_dev
+    device = os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     task = Path(f"/sys/fs/ext4/{os.path.basename(device)}/journal_task")
     try:
         journalled = "<none>" not in task.read_text()

@@ -15,7 +15,7 @@ import statistics
 import sys
 
 from .candidates import CANDIDATES, Measured, run
-from .places import UnavailableError, describe, place
+from .places import PLACES, UnavailableError, describe, place
 from .workload import Workload, calls
 
 
@@ -35,7 +35,7 @@ def main() -> int:
     for name in arguments.places.split(","):
         try:
             with place(name) as directory:
-                where = describe(directory)
+                where = f"{name}: {describe(directory)}"
                 rounds: dict[str, list[Measured]] = {candidate: [] for candidate in CANDIDATES}
                 for number in range(arguments.rounds):
                     for candidate, results in rounds.items():
@@ -63,11 +63,14 @@ def _print_rows(where: str, rounds: dict[str, list[Measured]]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--places", default="ext4,disk,tmpfs")
-    parser.add_argument("--rollouts", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=20)
-    return parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each candidate, in turn (3)")
+    parser.add_argument("--places", default=",".join(PLACES), help="where to measure: %(default)s, or some of these")
+    parser.add_argument("--rollouts", type=int, default=64, help="conversations at once (64)")
+    parser.add_argument("--turns", type=int, default=20, help="calls of each conversation (20)")
+    arguments = parser.parse_args()
+    if min(arguments.rounds, arguments.rollouts, arguments.turns) < 1:
+        parser.error("--rounds, --rollouts and --turns are numbers from 1")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ rollout can still be written, frozen and retired.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -480,6 +481,28 @@ def test_second_file_of_a_segment_is_reported_and_never_mixed_with_the_first(sto
                     assert "after" in {entry.model_call_id for entry in snapshot.entries}
 
 
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_large_segment_of_a_snapshot_is_checked_like_a_small_one(tmp_path: Path, damage: str) -> None:
+    """Large enough to be mapped."""
+    large = make_entry("r", "large", list(range(70_000, 170_000)), [1, 2])
+    small = make_entry("r", "small", TRUNK, [3])
+    with FileStore(tmp_path / "store", sweep_every_s=0) as opened:
+        for entry in (small, large):
+            opened.put_now(entry)
+        with opened.freeze_now("r") as before:
+            assert {fingerprint(entry)[1] for entry in before.entries} == {"small", "large"}
+        (path,) = (tmp_path / "store").glob("rollouts/*/r/*/v1/*.seg")
+        data = path.read_bytes()
+        path.unlink()
+        if damage != "missing":
+            path.write_bytes(flipped(data, 300_000, 4) if damage == "flipped" else data[:300_000])
+        with opened.freeze_now("r") as snapshot:
+            left = [] if damage == "missing" else [fingerprint(small)]
+            assert [fingerprint(entry) for entry in snapshot.entries] == left
+            assert snapshot.incomplete
+            assert any(path.name in call.detail for call in snapshot.calls)
+
+
 # ---- other rollouts
 
 
@@ -510,6 +533,22 @@ def test_damage_in_one_rollout_affects_no_other(store: Store, damage: str) -> No
                 assert bench.one.sweep_now(0) == 1
                 with bench.one.freeze_many_now([OPEN, FROZEN])[0] as snapshot:
                     assert snapshot.rollout_id == OPEN
+
+
+# ---- damage under the eyes of a writer
+
+
+def test_segment_cut_while_a_writer_holds_it_open_is_read_again_before_the_next_put(store: Store) -> None:
+    goldens, rest = store
+    golden = goldens["open"]
+    path = last_segment(golden)
+    with Bench(rest) as bench:
+        for at in range(0, len(golden.tree[path]), 23):
+            bench.restore(golden.tree)
+            bench.one.put_now(make_entry(OPEN, "before", TRUNK, [7]))
+            bench.other.put_now(make_entry(OPEN, "before", TRUNK, [7]))
+            os.truncate(bench.root / path, at)
+            assert_nothing_broken(live(bench, golden, verdict_of_cut(golden, path, at, later_boot=False)))
 
 
 # ---- damage is never forgotten
@@ -705,6 +744,20 @@ def test_single_newer_frame_in_an_older_segment_is_refused(tmp_path: Path) -> No
             older.put_now(make_entry("r", "c1", TRUNK, [2]))
         with FileStore(root, sweep_every_s=0) as opened, pytest.raises(NewerFormatError, match=r"000001\.open.*offset"):
             opened.read_now("r")
+
+
+@pytest.mark.parametrize("module", ["root", "batch", "snapshot"], ids=["marker", "segment", "manifest"])
+def test_format_that_stands_in_a_record_counts_like_the_one_in_its_frame(tmp_path: Path, module: str) -> None:
+    root = tmp_path / "store"
+    with (
+        mock.patch(f"tokcap.store.{module}.FORMAT_VERSION", 2),
+        contextlib.suppress(NewerFormatError),
+        FileStore(root, sweep_every_s=0) as opened,
+    ):
+        opened.put_now(make_entry("newer", "c0", TRUNK, [1]))
+        opened.freeze_now("newer").close()
+    with pytest.raises(NewerFormatError), FileStore(root, sweep_every_s=0) as again:
+        again.freeze_now("newer")
 
 
 def test_intact_newer_manifest_is_refused_and_a_damaged_one_made_again(store: Store) -> None:

@@ -254,16 +254,19 @@ def test_bytes_per_put_do_not_grow_when_two_objects_take_turns_or_the_cache_hold
     check(store.freeze_now(ROLLOUT), put)
 
 
-def test_sub_agents_that_take_turns_are_stored_as_suffixes(store: FileStore, store_dir: Path) -> None:
-    """As many as are compared with a new prompt: more would be stored, only not as tightly."""
-    agents, system = 12, numbers(random.Random(0), 3000)
+@pytest.mark.parametrize("agents", [12, 70])
+def test_sub_agents_that_take_turns_are_stored_as_suffixes(store: FileStore, store_dir: Path, agents: int) -> None:
+    """Also after a restart, which has to find where each of them was."""
+    system = numbers(random.Random(0), 3000)
     chance, put, contexts = random.Random(1), list[TokenEntry](), [system] * agents
-    for turn in range(10):
+    for turn in range(840 // agents // 7):
         for agent in range(agents):
             prompt = np.concatenate([contexts[agent], numbers(chance, 20)])
             put.append(entry(f"c-{agent}-{turn}", prompt, numbers(chance, 10)))
             contexts[agent] = sequence(put[-1])
-    written = sizes_per_put(store, store_dir, put)
+    written = sizes_per_put(store, store_dir, put[:-agents])
+    with FileStore(store_dir, sweep_every_s=0, files=UnsyncedFiles()) as other:
+        written += sizes_per_put(other, store_dir, put[-agents:])[1:]
     assert max(written[1:]) <= 30 * 4 + 10 * 8 + 200
     check(store.freeze_now(ROLLOUT), put)
 
@@ -320,6 +323,25 @@ def test_what_comes_back_to_an_early_prompt_refers_to_no_later_frame(
         assert sorted(stored) == sorted([*(f"c-{n}" for n in range(4)), "c-retry"])
         assert all(exactly_equal(stored[one.model_call_id], one) for one in (*put[:4], retry))
         assert snapshot.incomplete
+
+
+def test_request_digests_of_sub_agents_that_take_turns_are_stored_as_suffixes(
+    store: FileStore, store_dir: Path
+) -> None:
+    agents, chance = 40, random.Random(0)
+    histories = [[chance.randbytes(16) for _ in range(50)] for _ in range(agents)]
+    begun: dict[str, tuple[bytes, ...]] = {}
+    written = []
+    for turn in range(4):
+        for agent, history in enumerate(histories):
+            history += [chance.randbytes(16), chance.randbytes(16)]
+            begun[f"c-{agent}-{turn}"] = tuple(history)
+            before = segment_bytes_on_disk(store_dir)
+            store.begin_call_now(ROLLOUT, f"c-{agent}-{turn}", request_digests=history)
+            written.append(segment_bytes_on_disk(store_dir) - before)
+    assert max(written[agents:]) <= 2 * 16 + 200
+    with store.freeze_now(ROLLOUT) as snapshot:
+        assert {call.model_call_id: tuple(call.request_digests) for call in snapshot.calls} == begun
 
 
 def test_request_digests_of_a_repeated_history_are_stored_as_a_suffix(store: FileStore, store_dir: Path) -> None:

@@ -1108,6 +1108,29 @@ def test_many_rollouts_are_open_at_a_low_limit_of_descriptors(directory: Path, n
     _opens_many(directory, nursery, 128, 1_500)
 
 
+def call_many(channel: Channel, path: str, limit: int, count: int) -> None:
+    """In a child with few descriptors: each call is followed by its answer while all the others are under way."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    store = open_store(path, sync_threads=16)
+
+    async def call(rollout_id: str) -> None:
+        for number in range(5):
+            await store.begin_call(rollout_id, f"call-{number}")
+            await store.put(entry_of(rollout_id, f"call-{number}"))
+
+    async def main() -> list[BaseException | None]:
+        return await asyncio.gather(*(call(f"r-{n}") for n in range(count)), return_exceptions=True)
+
+    channel.send([repr(result) for result in asyncio.run(main()) if result is not None])
+
+
+def test_rollouts_that_all_have_work_waiting_keep_to_the_limit_of_descriptors(
+    directory: Path, nursery: Nursery
+) -> None:
+    assert nursery.start(call_many, str(directory / "store"), 256, 600).receive() == []
+
+
 def open_several(channel: Channel, path: str, limit: int, count: int) -> None:
     """In a child with few descriptors: several stores, each with many open rollouts."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -434,6 +434,14 @@ def test_repeating_begin_call_writes_nothing(store: FileStore, second: FileStore
         second.begin_call_now(ROLLOUT, "c-1", retry_count=1)
 
 
+def test_a_call_has_no_end_before_all_its_choices_are_stored(store: FileStore) -> None:
+    store.begin_call_now(ROLLOUT, "c-1", choices=2)
+    store.put_now(FIRST)
+    for look in (store.read_now(ROLLOUT), store.freeze_now(ROLLOUT)):
+        with look as snapshot:
+            assert [(call.outcome, call.ended_at) for call in snapshot.calls] == [("open", None)]
+
+
 def test_what_begin_call_is_told_is_in_the_call_record(store: FileStore) -> None:
     digests = [bytes([n]) * 16 for n in range(5)]
     store.begin_call_now(ROLLOUT, "c-1", request_digests=digests, retry_count=2, idempotency_key="key-1")

@@ -19,6 +19,7 @@ import pytest
 
 from tests.store_worker import UnsyncedFiles
 from tokcap import FileStore, TokenEntry
+from tokcap.errors import FrozenError
 from tokcap.store.files import Files
 
 ROLLOUT = "r-1"
@@ -493,6 +494,57 @@ def test_a_snapshot_gives_its_descriptors_back(store: FileStore) -> None:
 
 
 # ---- housekeeping
+
+
+def test_a_store_that_nobody_closed_gives_back_its_threads_and_descriptors(store_dir: Path) -> None:
+    def held() -> list[Path]:
+        return [link for link in Path("/proc/self/fd").iterdir() if str(link.resolve()).startswith(str(store_dir))]
+
+    threads = set(threading.enumerate())
+    for number in range(10):
+        store = FileStore(store_dir, files=UnsyncedFiles())
+        store.begin_call_now(f"r-{number}", "c-0")
+        store.put_now(entry(0, rollout=f"r-{number}"))
+    assert held()
+    del store
+    deadline = time.monotonic() + 30
+    while (held() or set(threading.enumerate()) - threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not held()
+    assert not set(threading.enumerate()) - threads
+    assert len(list(store_dir.glob("rollouts/*/*/*/*.seg"))) == 10, "every segment is sealed"
+    assert not list((store_dir / "writers").iterdir())
+
+
+def test_errors_and_snapshots_are_freed_without_a_garbage_collection(store: FileStore) -> None:
+    first = entry(0, range(5000))
+    store.put_now(first)
+    store.freeze_now(ROLLOUT).close()
+
+    def refused(number: int) -> weakref.ref[TokenEntry]:
+        late = entry(number, range(100))
+        with pytest.raises(FrozenError):
+            store.put_now(late)
+        return weakref.ref(late)
+
+    async def refused_too(number: int) -> weakref.ref[TokenEntry]:
+        late = entry(number, range(100))
+        with pytest.raises(FrozenError):
+            await store.put(late)
+        return weakref.ref(late)
+
+    def read() -> weakref.ref[Any]:
+        snapshot = store.freeze_now(ROLLOUT)
+        assert list(snapshot.entries) == [first]
+        return weakref.ref(snapshot.entries)
+
+    gc.collect()
+    gc.disable()
+    try:
+        freed = [refused(1), asyncio.run(refused_too(2)), read()]
+        assert [reference() for reference in freed] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_sweep_of_many_tombstones_syncs_each_rollout_once_and_leaves_nothing(store_dir: Path) -> None:

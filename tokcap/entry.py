@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import force_setattr
 
-from .arrays import FloatArray, IdArray, StoredArray, log_prob_array, owned_array, shown, token_id_array
+from .arrays import FloatArray, IdArray, StoredArray, is_masked, log_prob_array, owned_array, shown, token_id_array
 from .content import encode_content, storable
 from .errors import InvalidEntryError
 from .ids import check_model_call_id, check_rollout_id
@@ -239,7 +239,7 @@ def _seconds(value: object, where: str) -> float:
 def _routed_experts(value: object, where: str) -> npt.NDArray[Any] | None:
     if value is None:
         return None
-    if isinstance(value, np.ma.MaskedArray):
+    if is_masked(value):
         raise InvalidEntryError(
             f"{where}: routed_experts is a masked array; its masked values would count as real ones"
         )

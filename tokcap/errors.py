@@ -16,11 +16,13 @@ __all__ = (
     "FrozenError",
     "InvalidEntryError",
     "InvalidIdError",
+    "InvalidOptionError",
     "InvalidOutcomeError",
     "NewerFormatError",
     "ReadOnlyError",
     "RetiredError",
     "StaleAttemptError",
+    "StoreNotFoundError",
     "TokcapError",
     "UnsafeDirectoryError",
     "UnsafeFilesystemError",
@@ -44,6 +46,10 @@ class InvalidEntryError(TokcapError, ValueError):
 
 class InvalidOutcomeError(TokcapError, ValueError):
     """An outcome that `settle_call` doesn't take, or a delivery state that `note_delivery` doesn't take."""
+
+
+class InvalidOptionError(TokcapError, ValueError):
+    """An option of a store that can't be; the message names it, its value and what is expected."""
 
 
 # ---- what the state of the rollout forbids
@@ -98,6 +104,10 @@ class UnsafeFilesystemError(TokcapError, OSError):
 
 
 # ---- how the store object was opened
+
+
+class StoreNotFoundError(TokcapError, FileNotFoundError):
+    """A store that was to be opened with `read_only=True` isn't there."""
 
 
 class ReadOnlyError(TokcapError, PermissionError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 import stat
 import threading
@@ -10,7 +12,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Self
 
-from ..errors import ClosedError, ReadOnlyError
+from ..errors import ClosedError, InvalidOptionError, ReadOnlyError, StoreNotFoundError, TokcapError
 from .engine import Engine
 from .files import Files, Modes
 from .layout import Layout, absolute
@@ -53,6 +55,16 @@ class StoreBase:
         tombstone_age_s: float = 24 * _HOUR,
         files: Files | None = None,
     ) -> None:
+        _check_options(
+            dir=dir,
+            lock_timeout_s=lock_timeout_s,
+            segment_bytes=segment_bytes,
+            max_entry_bytes=max_entry_bytes,
+            cache_bytes=cache_bytes,
+            sync_threads=1 if sync_threads is None else sync_threads,
+            sweep_every_s=sweep_every_s,
+            tombstone_age_s=tombstone_age_s,
+        )
         self._settings: dict[str, Any] = {
             "dir": absolute(dir),
             "read_only": read_only,
@@ -75,6 +87,10 @@ class StoreBase:
         self._start()
         _STORES.add(self)
         if read_only:
+            if not os.path.isdir(self._layout.rollouts):
+                raise StoreNotFoundError(
+                    errno.ENOENT, "there is no tokcap store in this directory; check the path", self._layout.root
+                )
             read_marker(self._files, self._layout)
         else:
             self._running()
@@ -119,7 +135,8 @@ class StoreBase:
                     lock_timeout_s=settings["lock_timeout_s"],
                 )
                 if settings["sweep_every_s"]:
-                    self._housekeeper = Housekeeper(self, type(self)._sweep_if_due, first_s=1.0, then_s=60.0)
+                    let_go = functools.partial(_let_go, self._engine, self._liveness)
+                    self._housekeeper = Housekeeper(self, type(self)._sweep_if_due, let_go, first_s=1.0, then_s=60.0)
             return self._engine
 
     def _looking(self) -> Looker:
@@ -138,7 +155,10 @@ class StoreBase:
         future: asyncio.Future[Any] = loop.create_future()
         operation.waiter = (mailbox, future)
         engine.submit(operation)
-        return await future
+        try:
+            return await future
+        finally:
+            del future, operation  # an error would hold itself, and entries, until a garbage collection
 
     def _call(self, operation: Operation) -> Any:
         return self._running().call(operation)
@@ -162,8 +182,7 @@ class StoreBase:
             return
         if self._housekeeper is not None:
             self._housekeeper.stop()
-        errors = engine.close() if engine is not None else []
-        self._liveness.end()
+        errors = [] if engine is None else _let_go(engine, self._liveness)
         if errors:
             raise errors[0]
 
@@ -195,6 +214,28 @@ class StoreBase:
         self._start()
 
 
+def _let_go(engine: Engine, liveness: Liveness) -> list[TokcapError]:
+    try:
+        return engine.close()
+    finally:
+        liveness.end()
+
+
+_LEAST: dict[str, int] = {"segment_bytes": 1, "max_entry_bytes": 1, "cache_bytes": 0, "sync_threads": 1}
+"""Options that are whole numbers, and the least that they may be; the others are seconds."""
+
+
+def _check_options(*, dir: str | os.PathLike[str], **numbers: object) -> None:
+    if not os.fspath(dir):
+        raise InvalidOptionError("dir is empty; give the directory of the store")
+    for name, value in numbers.items():
+        if name in _LEAST:
+            if isinstance(value, bool) or not isinstance(value, int) or value < _LEAST[name]:
+                raise InvalidOptionError(f"{name} is {value!r}, expected a whole number from {_LEAST[name]}")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            raise InvalidOptionError(f"{name} is {value!r}, expected seconds, 0 or more")
+
+
 def _reopen(kind: type[StoreBase], settings: dict[str, Any]) -> StoreBase:
     return kind(**settings)
 
@@ -210,7 +251,10 @@ def _descriptor_budget() -> int:
 def raise_first(results: Iterable[Any]) -> None:
     for result in results:
         if isinstance(result, BaseException):
-            raise result
+            try:
+                raise result
+            finally:
+                del result, results
 
 
 def _forget_in_child() -> None:

@@ -9,6 +9,7 @@ Whatever is not the short path (a first put, a reload, a frozen rollout, a freez
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from .serving import Server, fail
 from .waiters import start_thread
 
 __all__ = ("Committer",)
+
+logger = logging.getLogger("tokcap.store")
 
 
 class Committer:
@@ -142,8 +145,20 @@ class Committer:
 
     def _write(self, queued: Queued, finished: list[Operation]) -> bool:
         """Write what waits for an open rollout that nobody else changed; True if it now has to be synced."""
-        rollout = queued.rollout
         operations = self._pending(queued)
+        try:
+            return self._try_to_write(queued, operations, finished)
+        except BaseException as error:  # whatever it is, it costs these operations, never this thread
+            logger.exception("rollout %s: a batch could not be put together", queued.rollout.rollout_id)
+            queued.commit, queued.operations, queued.entered = None, [], None
+            queued.rollout.drop()
+            queued.rollout.close_descriptors()
+            fail([operation for operation in operations if operation.error is None], error, queued.rollout.path)
+            self._done(queued, operations, finished, held=False)
+            return False
+
+    def _try_to_write(self, queued: Queued, operations: list[Operation], finished: list[Operation]) -> bool:
+        rollout = queued.rollout
         log = rollout.log
         if log is None or rollout.needs_new_segment(log) or not all(isinstance(o, RecordOperation) for o in operations):
             self._elsewhere(queued, operations)

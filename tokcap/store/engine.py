@@ -121,8 +121,12 @@ class Engine:
             else:
                 self._serve(queued)
         waiter.wait()
-        if operation.error is not None:
-            raise operation.error
+        error = operation.take_error()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
         return operation.result
 
     def call_many(self, operations: Sequence[Operation]) -> list[Any]:
@@ -134,7 +138,11 @@ class Engine:
             self.submit(operation)
         for waiter in waiters:
             waiter.wait()
-        return [operation.result if operation.error is None else operation.error for operation in operations]
+        results: list[Any] = []
+        for operation in operations:
+            error = operation.take_error()
+            results.append(operation.result if error is None else error)
+        return results
 
     def _enqueue(self, operation: Operation) -> Queued | None:
         """The rollout, if somebody has to serve it now: it was idle."""
@@ -240,6 +248,8 @@ class Engine:
             if not again:
                 queued.busy = False
                 self._evict(queued)
+            else:
+                self._keep_descriptors(queued)
         if again:
             self._to_committer(queued)
 
@@ -264,9 +274,7 @@ class Engine:
             if queued.rollout.unstated:
                 self._remember_unsealed(rollout_id)
         else:
-            self._with_descriptors[rollout_id] = queued
-            self._with_descriptors.move_to_end(rollout_id)
-        self._free_descriptors()
+            self._keep_descriptors(queued)
         for _ in range(_EVICTED_AT_ONCE):
             if self._cached_bytes <= self.cache_bytes or len(self._queued) <= 1:
                 break
@@ -278,11 +286,25 @@ class Engine:
                 self._forget(name)
                 self._remember_unsealed(name)
 
+    def _keep_descriptors(self, queued: Queued) -> None:
+        """Leave a rollout its descriptors, if there is room. The guard is held, and nobody serves it at the moment."""
+        rollout_id = queued.rollout.rollout_id
+        self._with_descriptors[rollout_id] = queued
+        self._with_descriptors.move_to_end(rollout_id)
+        self._free_descriptors()
+        if self._has_too_many():  # the others are all about to be served
+            queued.rollout.close_descriptors()
+            self._with_descriptors.pop(rollout_id, None)
+
+    def _has_too_many(self) -> bool:
+        held = 2 * (len(self._with_descriptors) + self._usher.waiting)
+        return held > self.descriptors // max(1, len(_ENGINES))
+
     def _free_descriptors(self) -> None:
         """Close those of rollouts that are idle, if with those that wait there are too many. The guard is held."""
-        table, share = self._with_descriptors, self.descriptors // max(1, len(_ENGINES))
+        table = self._with_descriptors
         for _ in range(_EVICTED_AT_ONCE):
-            if not table or 2 * (len(table) + self._usher.waiting) <= share:
+            if not table or not self._has_too_many():
                 break
             name, oldest = next(iter(table.items()))
             table.move_to_end(name)

@@ -15,7 +15,8 @@ from .records import NO_BASE, BeginRecord, DeliveryRecord, EntryHead, FinishReco
 __all__ = ("Call", "Damage", "DigestChain", "Ledger")
 
 _DIGEST_SIZE = 16
-_DIGEST_LEAVES = 8
+_DIGEST_LEAVES = 64
+"""Requests that a new one is compared with: the last of each conversation, and those that did not go on."""
 
 
 class DigestChain(Sequence[bytes]):
@@ -127,7 +128,7 @@ class Call(msgspec.Struct):
             outcome=outcome,
             boot_id=self.boot_id,
             begun_at=None if self.begun_at is None else self.begun_at / 1e9,
-            ended_at=None if self.ended_at is None else self.ended_at / 1e9,
+            ended_at=None if self.ended_at is None or outcome == "open" else self.ended_at / 1e9,
             delivered=self.delivered,
             retry_count=self.retry_count,
             idempotency_key=self.idempotency_key,
@@ -149,8 +150,10 @@ class Ledger:
         """Nodes of each entry: one, or several different ones where the call is in conflict."""
         self.finish: FinishRecord | None = None
         self.damage: list[Damage] = []
-        self._digest_leaves: list[tuple[int, DigestChain]] = []
-        """BEGIN frames of the segment being written that a later request may repeat."""
+        self._digest_chains: dict[int, DigestChain] = {}
+        """By BEGIN frame, of the segment being read or written: what another one may refer to."""
+        self._digest_leaves: dict[int, bytes | None] = {}
+        """Those that a next request may repeat, most recently used last, each in one piece once that was asked for."""
 
     def call(self, model_call_id: str) -> Call:
         call = self.calls.get(model_call_id)
@@ -160,9 +163,9 @@ class Ledger:
 
     # ---- one frame each
 
-    def begin(self, record: BeginRecord, frame_sequence: int, boot_id: str, *, writing: bool) -> None:
+    def begin(self, record: BeginRecord, frame_sequence: int, boot_id: str) -> None:
         call = self.call(record.model_call_id)
-        parent = self._digests_of(record.digests_base)
+        parent = self._digest_chains.get(record.digests_base)
         if parent is None and record.digests_shared:
             chain = _NO_DIGESTS  # the frame that they repeat is damaged
         else:
@@ -173,9 +176,7 @@ class Ledger:
             call.retry_count, call.idempotency_key = record.retry_count, record.idempotency_key
             call.digests = chain
         if len(chain):
-            self._digest_leaves.append((frame_sequence, chain))
-            if writing:
-                del self._digest_leaves[:-_DIGEST_LEAVES]
+            self._add_digests(frame_sequence, chain, record.digests_base)
 
     def entry(self, head: EntryHead, node: Node, boot_id: str) -> int:
         """Add an entry; the caller has made sure that it differs from those of the same identity."""
@@ -218,29 +219,41 @@ class Ledger:
 
     def segment_started(self) -> None:
         """Frames of the next segment refer to nothing before it."""
+        self._digest_chains.clear()
         self._digest_leaves.clear()
 
-    def loaded(self) -> None:
-        """The log was read to its end; keep only what a next request may repeat."""
-        del self._digest_leaves[:-_DIGEST_LEAVES]
+    @property
+    def digest_bytes(self) -> int:
+        """What is held in memory to compare requests with."""
+        return sum(len(joined) for joined in self._digest_leaves.values() if joined is not None)
+
+    def _add_digests(self, frame_sequence: int, chain: DigestChain, base: int) -> None:
+        joined = None
+        if base in self._digest_leaves:
+            known = self._digest_leaves.pop(base)
+            if chain.shared < len(self._digest_chains[base]):
+                self._digest_leaves[base] = known  # not its continuation: both may go on
+            if known is not None:
+                joined = known[: chain.shared * _DIGEST_SIZE] + chain.own
+        self._digest_chains[frame_sequence] = chain
+        self._digest_leaves[frame_sequence] = joined
+        if len(self._digest_leaves) > _DIGEST_LEAVES:
+            del self._digest_leaves[next(iter(self._digest_leaves))]
 
     def share_digests(self, digests: bytes) -> tuple[int, int]:
         """The BEGIN frame that shares most leading digests with these, and how many; `(NO_BASE, 0)` if none."""
         best, most = NO_BASE, 0
         wanted = np.frombuffer(digests, np.uint8)
-        for frame_sequence, chain in self._digest_leaves[-_DIGEST_LEAVES:]:
-            shared = common_prefix(wanted, np.frombuffer(chain.joined(), np.uint8)) // _DIGEST_SIZE
+        for frame_sequence, joined in reversed(self._digest_leaves.items()):
+            if joined is None:
+                joined = self._digest_leaves[frame_sequence] = self._digest_chains[frame_sequence].joined()
+            next_digest = slice(most * _DIGEST_SIZE, (most + 1) * _DIGEST_SIZE)
+            if joined[next_digest] != digests[next_digest]:
+                continue  # it can't share more than the best so far
+            shared = common_prefix(wanted, np.frombuffer(joined, np.uint8)) // _DIGEST_SIZE
             if shared > most:
                 best, most = frame_sequence, shared
         return best, most
-
-    def _digests_of(self, frame_sequence: int) -> DigestChain | None:
-        if frame_sequence == NO_BASE:
-            return None
-        for known, chain in reversed(self._digest_leaves):
-            if known == frame_sequence:
-                return chain
-        return None
 
     # ---- the whole
 

@@ -46,7 +46,7 @@ class Freeze(Lifecycle):
         directory = rollout.look()
         files = rollout.files
         if directory.state == "retired":
-            raise RetiredError(f"rollout {rollout.rollout_id} was consumed and retired")
+            raise RetiredError(f"rollout {rollout.rollout_id} was consumed and retired; reset it to use its id again")
         try:
             if directory.state == "frozen":
                 files.fsync_directory(directory.incarnation_path)  # whoever published may have died before this

@@ -161,7 +161,6 @@ class LogReader:
         self.settle_repetitions()
         if not self.keep_buffers:
             self.buffers.clear()
-        self.ledger.loaded()
 
     def _is_next(self, number: int, path: str) -> bool:
         """Report the segments that are missing in front of this one; False for a second file of the same number."""
@@ -311,7 +310,7 @@ class LogReader:
         if kind == Kind.ENTRY:
             self._apply_entry(frame, body, number, boot_id, path)
         elif kind == Kind.BEGIN:
-            self.ledger.begin(_decode_begin(body), frame.sequence, boot_id, writing=False)
+            self.ledger.begin(_decode_begin(body), frame.sequence, boot_id)
         elif kind == Kind.SETTLE:
             self.ledger.settle(_decode_settle(body), boot_id)
         elif kind == Kind.DELIVERY:

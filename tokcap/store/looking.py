@@ -108,7 +108,7 @@ class Looker:
 
     def _read(self, rollout_id: str, directory: Directory) -> Snapshot:
         if directory.state == "retired":
-            raise RetiredError(f"rollout {rollout_id} was consumed and retired")
+            raise RetiredError(f"rollout {rollout_id} was consumed and retired; reset it to use its id again")
         if directory.state == "frozen":
             return self._steady(directory, open_snapshot(self._files, directory, rollout_id, self._boot_id))
         reader = LogReader(self._files, rollout_id, directory.incarnation, self._boot_id)

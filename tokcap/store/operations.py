@@ -66,6 +66,11 @@ class Operation:
         self.waiter: Any = None
         self.deadline = 0.0
 
+    def take_error(self) -> BaseException | None:
+        """Its error, for whoever raises it. Kept here, too, it would hold itself, and entries, until a collection."""
+        error, self.error = self.error, None
+        return error
+
 
 class Attempts:
     """In which incarnation this store object began its calls. Open calls are never forgotten."""
@@ -126,6 +131,10 @@ class RecordOperation(Operation):
             for call in self.calls:
                 self.attempts.ended(self.rollout_id, call)
 
+    def take_verdict(self) -> None:
+        """Its record is durable: now it may raise."""
+        self.error, self.verdict = self.verdict, None
+
     def apply(self, log: OpenLog, batch: Batch) -> None:
         raise NotImplementedError
 
@@ -134,12 +143,15 @@ class RecordOperation(Operation):
         raise self.frozen()
 
     def apply_retired(self, notes: Notes) -> None:
-        raise RetiredError(f"rollout {self.rollout_id} was consumed and retired; nothing was stored")
+        raise RetiredError(
+            f"rollout {self.rollout_id} was consumed and retired; nothing was stored: drop it, or reset the rollout to "
+            "use its id again"
+        )
 
     def frozen(self) -> FrozenError:
         return FrozenError(
             f"rollout {self.rollout_id} is frozen; {type(self).__name__.lower()} of {', '.join(self.calls) or 'it'} "
-            "came too late and nothing was stored"
+            "came too late and nothing was stored: drop it, or reset the rollout to use its id again"
         )
 
 
@@ -216,7 +228,8 @@ class Put(RecordOperation):
     def _conflict(self, entry: TokenEntry) -> ConflictError:
         return ConflictError(
             f"rollout {self.rollout_id}, call {entry.model_call_id}, choice {entry.choice_index}: another content is "
-            "already stored; both are kept as evidence and the call is marked as a conflict"
+            "already stored; both are kept as evidence and the call is marked as a conflict; give each model call an "
+            "id of its own"
         )
 
     def _frozen_conflict(self, entry: TokenEntry) -> FrozenError:
@@ -303,7 +316,7 @@ class Begin(RecordOperation):
             self.digests[shared * 16 :],
         )
         place = batch.add_record(Kind.BEGIN, record)
-        log.ledger.begin(record, place.sequence, log.boot_id, writing=True)
+        log.ledger.begin(record, place.sequence, log.boot_id)
 
 
 class Settle(RecordOperation):

@@ -25,8 +25,13 @@ _HEAD = 256
 _LEAST_SHARED = 16
 """Ids; sharing less saves nothing and would tie the fate of one record to another."""
 
-_MOST_LEAVES = 16
-"""Conversations of one rollout that are compared with a new prompt: sub-agents, samples, the trunk before a drift."""
+_KEPT_LEAVES = 16
+"""Conversations of one rollout that a new prompt is compared with, however long they are: sub-agents, samples, the
+trunk before a drift."""
+
+_MOST_LEAVES = 512
+_LEAVES_BYTES = 4 << 20
+"""As many as this are kept if all of them together are no larger than that."""
 
 
 class Node(msgspec.Struct, gc=False):
@@ -117,10 +122,15 @@ class PrefixSearch:
         for node in self._nodes:
             if node.parent in ends and node.shared == self._nodes[node.parent].total:
                 ends.discard(node.parent)
-        for index in sorted(ends)[-_MOST_LEAVES:]:
-            buffer = np.empty(self._nodes[index].total, np.int32)
-            fill_sequence(self._nodes, index, buffer, self._load)
-            self._leaves.append(_Leaf(index, buffer, len(buffer)))
+        kept: list[int] = []
+        nbytes = 0
+        for index in sorted(ends, reverse=True)[:_MOST_LEAVES]:
+            nbytes += 4 * self._nodes[index].total
+            if len(kept) >= _KEPT_LEAVES and nbytes > _LEAVES_BYTES:
+                break
+            kept.append(index)
+        for index in reversed(kept):
+            self._load_leaf(index)
 
     def forget(self) -> None:
         """Start anew: the next segment refers to nothing before it."""
@@ -130,8 +140,8 @@ class PrefixSearch:
         """The node whose sequence shares most with `prompt`, and how many ids; `(NO_PARENT, 0)` if it is little."""
         best, most = None, _LEAST_SHARED - 1
         for leaf in reversed(self._leaves):
-            if leaf.length <= most:
-                continue
+            if leaf.length <= most or len(prompt) <= most or leaf.buffer[most] != prompt[most]:
+                continue  # it can't share more than the best so far
             shared = common_prefix(prompt, leaf.buffer[: leaf.length])
             if shared > most:
                 best, most = leaf, shared
@@ -159,7 +169,7 @@ class PrefixSearch:
         fresh = _Leaf(index, np.empty(node.total + node.total // 4 + 256, np.int32), 0)
         fresh.append(prompt, generated)
         self._leaves.append(fresh)
-        del self._leaves[:-_MOST_LEAVES]
+        self._trim()
 
     def follow(self, index: int) -> None:
         """Take node `index`, written by another process, into account."""
@@ -172,7 +182,17 @@ class PrefixSearch:
                 self._leaves.remove(leaf)
                 self._leaves.append(leaf)
                 return
-        buffer = np.empty(node.total, np.int32)
+        self._load_leaf(index)
+        self._trim()
+
+    def _load_leaf(self, index: int) -> None:
+        buffer = np.empty(self._nodes[index].total, np.int32)
         fill_sequence(self._nodes, index, buffer, self._load)
         self._leaves.append(_Leaf(index, buffer, len(buffer)))
+
+    def _trim(self) -> None:
+        """Forget the conversations that were used least recently."""
         del self._leaves[:-_MOST_LEAVES]
+        excess = self.nbytes - _LEAVES_BYTES if len(self._leaves) > _KEPT_LEAVES else 0
+        while excess > 0 and len(self._leaves) > _KEPT_LEAVES:
+            excess -= self._leaves.pop(0).buffer.nbytes

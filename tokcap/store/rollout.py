@@ -68,7 +68,7 @@ class OpenLog:
     def nbytes(self) -> int:
         """Rough size in memory, for the cache."""
         ledger = self.ledger
-        return 4000 + self.search.nbytes + 700 * len(ledger.nodes) + 900 * len(ledger.calls)
+        return 4000 + self.search.nbytes + ledger.digest_bytes + 700 * len(ledger.nodes) + 900 * len(ledger.calls)
 
 
 class Rollout:
@@ -160,7 +160,6 @@ class Rollout:
                 log.search.follow(index)
         except CorruptError:
             return False
-        log.ledger.loaded()
         segment.next_sequence, segment.next_batch = found.next_sequence, found.next_batch
         segment.append_at = log.last_end = size
         log.last_end -= TRAILER_SIZE

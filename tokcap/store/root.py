@@ -43,6 +43,8 @@ _REFUSED = (
 _UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL, errno.ENOLCK)
 """What a file system says of a call that it doesn't have."""
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
+_WARNED: set[str] = set()
+"""Stores of this process whose file system was warned of."""
 _decode_marker = msgspec.msgpack.Decoder(RootMarker).decode
 
 
@@ -169,7 +171,9 @@ def _check_root(files: Files, root: str) -> None:
     unwanted = mode & (stat.S_IWOTH if shared else stat.S_IWGRP | stat.S_IWOTH)
     if unwanted:
         raise UnsafeDirectoryError(
-            errno.EPERM, f"{root} has mode {mode:04o}, others can write to it: chmod {mode & ~unwanted:04o} {root}"
+            errno.EPERM,
+            f"{root} has mode {mode:04o}, others can write to it: chmod {files.modes.directory:04o} {root}"
+            + ("" if shared else ", or share it with one group: group=..."),
         )
     if mode & (stat.S_IROTH | stat.S_IXOTH) or (not shared and mode & (stat.S_IRGRP | stat.S_IXGRP)):
         logger.warning(
@@ -188,7 +192,8 @@ def _check_file_system(files: Files, layout: Layout, allow_unsafe: bool) -> str:
             )
         if read_marker(files, layout) is None:  # a marked store was probed when it was made
             _probe(files, layout)
-    if kind in _VOLATILE:
+    if kind in _VOLATILE and layout.root not in _WARNED:
+        _WARNED.add(layout.root)
         logger.warning(
             "%s is on %s: records survive a killed process, but %s",
             layout.root,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Sequence
 
@@ -43,6 +44,8 @@ class Commit:
             self.rollout.sync(self.log, self.batch)
         except OSError as error:
             self.error = error
+        except BaseException as error:  # it may run in a thread that others need
+            self.error = OSError(errno.EIO, f"the sync was interrupted: {error!r}")
 
 
 class Server:
@@ -174,7 +177,7 @@ class Server:
                     apply_to_frozen(rollout, directory, operation)
                     directory = rollout.look()
                 operation.done(directory.incarnation)
-                operation.error = operation.verdict
+                operation.take_verdict()
             except Exception as error:
                 fail([operation], error, rollout.path)
 
@@ -192,6 +195,7 @@ class Server:
         exists = log.last_name is not None
         accepted: list[RecordOperation] = []
         for operation in operations:
+            operation.error = operation.verdict = None  # of a try that met damage
             try:
                 operation.check_attempt("open" if exists else "absent", log.directory.incarnation)
                 operation.apply(log, batch)
@@ -216,4 +220,4 @@ class Server:
     def _accept(self, commit: Commit) -> None:
         for operation in commit.operations:
             operation.done(commit.log.directory.incarnation)
-            operation.error = operation.verdict
+            operation.take_verdict()

@@ -158,7 +158,8 @@ class Entries(Sequence[TokenEntry]):
         self._paths = paths
         self.nodes = index.nodes()
         self.chosen = index.chosen
-        self.sequences = Sequences(self.nodes, self.load)
+        this = weakref.proxy(self)  # or both would live until a garbage collection, and all that they hold
+        self.sequences = Sequences(self.nodes, lambda node: this.load(node))
 
     def load(self, node: Node) -> StoredEntry:
         """The stored part of a node, viewed in place."""

@@ -39,8 +39,11 @@ class FileStore(SinkMethods, SourceMethods):
     sync_threads: syncs in flight; chosen by the type of the file system if None.
     sweep_every_s, tombstone_age_s: the store sweeps tombstones of that age by itself; 0 turns it off.
 
-    Raises `UnsafeDirectoryError`, `UnsafeFilesystemError`, `NewerFormatError` or `DurabilityError` on first use, the
-    first two also when made.
+    files: another `Files`, for tests that inject faults or record what is done.
+
+    Making one opens the directory and syncs what it makes there (a few milliseconds, once). Raises
+    `UnsafeDirectoryError`, `UnsafeFilesystemError`, `NewerFormatError`, `DurabilityError`, or `InvalidOptionError`;
+    with `read_only`, `StoreNotFoundError` where there is no store.
     """
 
     # ---- looking

@@ -186,13 +186,27 @@ def usage(files: Files, layout: Layout) -> dict[RolloutState, Usage]:
 
 
 class Housekeeper:
-    """Calls a store's sweep about once an hour, from a thread that never keeps the store or the interpreter alive."""
+    """Calls a store's sweep about once an hour, from a thread that never keeps the store or the interpreter alive.
 
-    def __init__(self, owner: Any, due: Callable[[Any], None], *, first_s: float, then_s: float) -> None:
+    `let_go` is called once the store is gone: nobody closed it, and its threads and descriptors would stay.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        due: Callable[[Any], None],
+        let_go: Callable[[], object],
+        *,
+        first_s: float,
+        then_s: float,
+    ) -> None:
         self._stop = threading.Event()
         reference = weakref.ref(owner, lambda _: self._stop.set())
         self._thread = threading.Thread(
-            target=_keep_house, args=(reference, due, self._stop, first_s, then_s), name="tokcap-sweep", daemon=True
+            target=_keep_house,
+            args=(reference, due, let_go, self._stop, first_s, then_s),
+            name="tokcap-sweep",
+            daemon=True,
         )
         self._thread.start()
 
@@ -201,16 +215,23 @@ class Housekeeper:
 
 
 def _keep_house(
-    reference: weakref.ref[Any], due: Callable[[Any], None], stop: threading.Event, first_s: float, then_s: float
+    reference: weakref.ref[Any],
+    due: Callable[[Any], None],
+    let_go: Callable[[], object],
+    stop: threading.Event,
+    first_s: float,
+    then_s: float,
 ) -> None:
     delay = first_s
     while not stop.wait(delay):
         owner = reference()
         if owner is None:
-            return
+            break
         try:
             due(owner)
         except Exception:
             logger.exception("the hourly sweep failed; it is tried again later")
         del owner
         delay = then_s
+    if reference() is None:
+        let_go()

@@ -60,10 +60,12 @@ class Mailbox:
         while finished:
             operation = finished.popleft()
             future = operation.waiter[1]
+            operation.waiter = None
             if future.done():
                 continue  # cancelled: the record is whole all the same
-            if operation.error is not None:
-                future.set_exception(operation.error)
+            error = operation.take_error()
+            if error is not None:
+                future.set_exception(error)
             else:
                 future.set_result(operation.result)
 

@@ -35,7 +35,7 @@ def main() -> int:
     for name in arguments.places.split(","):
         try:
             with place(name) as directory:
-                where = f"{name}: {describe(directory)}"
+                where = describe(directory) + (", loop" if name == "ext4" else "")
                 rounds: dict[str, list[Measured]] = {candidate: [] for candidate in CANDIDATES}
                 for number in range(arguments.rounds):
                     for candidate, results in rounds.items():

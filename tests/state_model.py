@@ -93,7 +93,7 @@ class Call(msgspec.Struct, frozen=True):
         return hash((self.choices, self.begun, contents, self.settled, self.delivered, self.idempotency_key))
 
     def shown(self) -> tuple[object, ...]:
-        ended = bool(self.contents or self.settled)
+        ended = bool(self.contents or self.settled) and self.outcome != "open"
         return (
             self.outcome,
             self.delivered,

@@ -89,7 +89,10 @@ class TokenCaptureSnapshot(Protocol):
     @property
     def calls(self) -> Sequence[CallRecord]: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what the snapshot holds. Repeatable; arrays that were read before stay valid."""
+        ...
+
     def __enter__(self) -> TokenCaptureSnapshot: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,18 +108,53 @@ class TokenSink(Protocol):
     `put_many(entries)`.
     """
 
-    async def put(self, entry: TokenEntry) -> None: ...
-    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None: ...
-    async def close(self) -> None: ...
+    async def put(self, entry: TokenEntry) -> None:
+        """Store one entry; when this returns it is durable and every other instance sees it. Repeating it is a no-op.
+
+        Raises `ConflictError` if another content is stored for this call and choice (the conflict is durable before
+        that), `FrozenError` and `RetiredError` if the rollout takes nothing any more, `StaleAttemptError` if it was
+        reset since `begin_call`. After any other error, and when cancelled, the entry is whole or absent: put it again.
+        """
+        ...
+
+    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
+        """The call happened and its record is lost; an empty call id is one unnamed lost call.
+
+        Accepted in every state: it creates an absent rollout, moves the version of a frozen one if an outcome changes,
+        and never revives a retired one. Raises `InvalidIdError`, and `StaleAttemptError` if the rollout was reset since
+        `begin_call`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of this instance only, repeatable. A put afterwards raises or is stored, but is never dropped."""
+        ...
 
 
 @runtime_checkable
 class TokenSource(Protocol):
     """Where a consumer freezes, reads and retires."""
 
-    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot: ...
-    async def retire(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool: ...
-    async def close(self) -> None: ...
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        """Fence the rollout against writers and return its snapshot; the same one when repeated.
+
+        Every put that returned before is in it, none succeeds after. An absent rollout gives an empty snapshot and is
+        fenced, too. Raises `InvalidIdError`, and `RetiredError` after `retire`.
+        """
+        ...
+
+    async def retire(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        """Remove exactly this version of this snapshot, after its consumer has it safely.
+
+        True: it is gone, now or since an earlier call with the same pair. False: nothing was touched, because the pair
+        is not the current one (a late mark made a newer version, or the id is foreign) or the rollout is absent, open
+        or was reset. Raises `InvalidIdError`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of this instance only, repeatable."""
+        ...
 
 
 class SettlingSink(TokenSink, Protocol):

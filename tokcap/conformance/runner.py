@@ -45,6 +45,7 @@ _MODULES = (
 """Importing them fills `CHECKS`; listed so that the order of a report is that of this list."""
 
 _GRACE_S = 1.0
+_ABOUT_FACTORIES = "factories_give_a_new_instance_each_time"
 
 
 def check_names() -> tuple[str, ...]:
@@ -68,8 +69,10 @@ async def check(
     sink doesn't have.
 
     Every check uses rollout ids of its own and may take `timeout_s`; a store that hangs fails that check. `only` names
-    the checks to run, all by default. Nothing is raised for what the store does: see `Report.failed`.
+    the checks to run, all by default. Nothing is raised for what the store does: see `Report.failed`. If the first call
+    of a factory fails, that is the one failure in the report, and no check is run.
     """
+    _refuse_instances(sink_factory, source_factory)
     selected = _in_order()
     if only is not None:
         unknown = sorted(set(only) - {one.name for one in selected})
@@ -77,7 +80,13 @@ async def check(
             raise ValueError(f"no such check: {', '.join(unknown)}; see check_names()")
         selected = [one for one in selected if one.name in only]
     report = Report()
-    missing = await _missing(sink_factory, source_factory, crash, timeout_s)
+    missing, no_instances = await _first_look(Kit(sink_factory, source_factory, crash), timeout_s)
+    if crash is None:
+        missing["crash"] = "needs the crash hook: pass crash= to check()"
+    if no_instances:
+        rule = "The factories make the instances that every check works with; without them no check was run."
+        report.failed[_ABOUT_FACTORIES] = f"{no_instances}\nrule: {rule}"
+        return report
     for one in selected:
         reasons = [missing[need] for need in one.needs if need in missing]
         if reasons:
@@ -96,15 +105,23 @@ def _in_order() -> list[Check]:
     return sorted(CHECKS, key=lambda one: order.index(one.run.__module__))
 
 
-async def _missing(
-    sink_factory: SinkFactory, source_factory: SourceFactory, crash: Crash | None, timeout_s: float
-) -> dict[Need, str]:
-    """What the pair can't do, with the reason to skip. A factory that fails hides nothing: the checks will say so."""
-    kit = Kit(sink_factory, source_factory, crash)
+def _refuse_instances(sink_factory: object, source_factory: object) -> None:
+    for kind, method, given in (("sink", "put", sink_factory), ("source", "freeze", source_factory)):
+        # Looked up on the type, because a class is a factory, too, and has the methods of its instances.
+        if not callable(given) or hasattr(type(given), method):
+            raise TypeError(
+                f"{kind}_factory is an instance of {type(given).__name__}: "
+                f"pass a function that makes a {kind}, not a {kind}"
+            )
+
+
+async def _first_look(kit: Kit, timeout_s: float) -> tuple[dict[Need, str], str]:
+    """What the pair can't do, with the reason to skip; and what went wrong if a factory makes nothing."""
     found: dict[Need, str] = {}
+    opened: list[object] = []
 
     async def look(_: Kit) -> None:
-        sink, source = await kit.sink(), await kit.source()
+        sink, source = opened
         for need in get_args(Need):
             if need == "crash":
                 continue
@@ -112,10 +129,15 @@ async def _missing(
             if not any(callable(getattr(place, need, None)) for place in places):
                 found[need] = f"needs {need}, which the {'source' if need == 'reset' else 'sink'} doesn't have"
 
-    if crash is None:
-        found["crash"] = "needs the crash hook: pass crash= to check()"
+    for kind, opening in (("sink", kit.sink), ("source", kit.source)):
+        task: asyncio.Future[object] = asyncio.ensure_future(opening())
+        text = await _bounded(task, timeout_s, did=f"call the {kind} factory for the first time")
+        if text:
+            await _bounded(asyncio.ensure_future(kit.close()), min(timeout_s, 10.0))
+            return found, text
+        opened.append(task.result())
     await _failure(Check("look", "", (), look), kit, timeout_s)
-    return found
+    return found, ""
 
 
 async def _failure(one: Check, kit: Kit, timeout_s: float) -> str:
@@ -125,7 +147,8 @@ async def _failure(one: Check, kit: Kit, timeout_s: float) -> str:
     return text or (closing and f"{closing}\nwhen: the check had passed, and its instances were closed")
 
 
-async def _bounded(task: asyncio.Future[Any], timeout_s: float) -> str:
+async def _bounded(task: asyncio.Future[Any], timeout_s: float, *, did: str = "") -> str:
+    """Wait for the task, no longer than it may take; what went wrong, or an empty text. `did`: unless a check tells."""
     with interrupting_a_blocked_loop(timeout_s + _GRACE_S):
         try:
             await asyncio.wait({task}, timeout=timeout_s)
@@ -133,7 +156,7 @@ async def _bounded(task: asyncio.Future[Any], timeout_s: float) -> str:
             task.cancel()
             raise
         if not task.done():
-            text = _waiting(task, timeout_s)
+            text = _waiting(task, timeout_s, did)
             task.cancel()
             # Not wait_for: a store that swallows the cancellation would hang the kit.
             await asyncio.wait({task}, timeout=_GRACE_S)
@@ -143,17 +166,17 @@ async def _bounded(task: asyncio.Future[Any], timeout_s: float) -> str:
     error = task.exception()
     if error is None:
         return ""
-    return str(error) if type(error) is ViolationError else _unexpected(error)
+    return str(error) if type(error) is ViolationError else _unexpected(error, did)
 
 
-def _unexpected(error: BaseException) -> str:
+def _unexpected(error: BaseException, did: str) -> str:
     """An error that no check provided for: what the check was doing, and where the store raised."""
     frames = traceback.extract_tb(error.__traceback__)
     message = "".join(traceback.format_exception_only(error)).strip()
-    return f"did: {_step(frames)}\nexpected: no error\nseen: {message}\n{_shown(frames[-3:])}"
+    return f"did: {did or _step(frames)}\nexpected: no error\nseen: {message}\n{_shown(frames[-3:])}"
 
 
-def _waiting(task: asyncio.Future[Any], timeout_s: float) -> str:
+def _waiting(task: asyncio.Future[Any], timeout_s: float, did: str) -> str:
     """A check that doesn't end: what it was doing, and the awaits below that, innermost last."""
     frames: list[traceback.FrameSummary] = []
     waiting: Any = task.get_coro() if isinstance(task, asyncio.Task) else None
@@ -162,7 +185,8 @@ def _waiting(task: asyncio.Future[Any], timeout_s: float) -> str:
         if frame is not None:
             frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         waiting = getattr(waiting, "cr_await", None)
-    return f"did: {_step(frames)}\nexpected: an end within {timeout_s:g} s\nseen: waits at\n{_shown(frames[-3:])}"
+    waits = _shown(frames[-3:])
+    return f"did: {did or _step(frames)}\nexpected: an end within {timeout_s:g} s\nseen: waits at\n{waits}"
 
 
 def _step(frames: Sequence[traceback.FrameSummary]) -> str:

@@ -49,7 +49,7 @@ class StoreBase:
         lock_timeout_s: float = 30.0,
         segment_bytes: int = 64 << 20,
         max_entry_bytes: int = 1 << 30,
-        cache_bytes: int = 24 << 20,
+        cache_bytes: int = 20 << 20,
         sync_threads: int | None = None,
         sweep_every_s: float = _HOUR,
         tombstone_age_s: float = 24 * _HOUR,

@@ -87,7 +87,7 @@ def file_system_of(path: str) -> str:
 
 
 def sync_threads_for(kind: str) -> int:
-    """How many syncs to keep in flight on a file system of this type (measured, see README).
+    """How many syncs to keep in flight on a file system of this type (measured, see CHANGELOG).
 
     ext4 and xfs merge concurrent syncs into one journal commit; btrfs answers them with full commits, several times
     slower than one after another; where a sync is free, threads only get into each other's way.

@@ -774,13 +774,6 @@ class Bench:
         self.close()
 
 
-class Reached(msgspec.Struct, frozen=True):
-    """Cases for `live_through`, and in which boot they are looked at."""
-
-    cases: list[Case]
-    later_boot: bool = False
-
-
 def live(bench: Bench, golden: Golden, verdict: Verdict) -> Broken:
     """Take a damaged rollout that is on the bench through the rest of its life."""
     return (_live_frozen if golden.version else _live_open)(bench, golden, verdict)

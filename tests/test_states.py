@@ -1293,7 +1293,7 @@ def test_a_waiting_freeze_is_not_overtaken_by_new_puts(
     frozen = threads.submit(store.freeze_now, ROLLOUT)
     (rollout,) = store_dir.glob("rollouts/*/r-1")
     descriptor = os.open(rollout, os.O_RDONLY)
-    while not fence.is_signalled(descriptor, fence.FREEZING):
+    while not fence.is_anybody_before(descriptor, fence.FREEZE_PLACE + 1):
         time.sleep(0.001)
     os.close(descriptor)
     late = [threads.submit(object_.put_now, entry(f"c-{n}")) for n, object_ in enumerate((gated, second), start=3)]

@@ -47,7 +47,7 @@ def token_id_array(value: object, *, field: str, where: str) -> IdArray:
         raise InvalidEntryError(f"{where}: {field} has dtype {source.dtype}, token ids are integers")
     if source.size and source.dtype.kind == "i" and int(source.min()) < 0:
         _refuse_range(source, source < 0, field, where)
-    if source.size and source.dtype.itemsize >= 4 and int(source.max()) > MAX_TOKEN_ID:
+    if source.size and source.dtype.itemsize + (source.dtype.kind == "u") > 4 and int(source.max()) > MAX_TOKEN_ID:
         _refuse_range(source, source > MAX_TOKEN_ID, field, where)
     return owned_array(source, np.dtype(np.int32))
 

@@ -4,11 +4,12 @@ Whoever changes a rollout holds `flock` on its directory: a put from its check u
 its snapshot is published. Locking the directory needs no lock file, so there is none that a sweep could pull away
 under a waiter; a directory that was removed or replaced meanwhile is recognised by its inode.
 
-Three more locks on the same directory are signals only (open-file-description read locks on byte ranges, taken by
-waiters and tested by others with F_OFD_GETLK, 0.4 us):
+More locks on the same directory are signals only: open-file-description read locks on single bytes, which others test
+with F_OFD_GETLK (0.4 us).
 
-- WAITING: somebody waits for the fence, newcomers stand back and wait, too;
-- FREEZING: a freeze is among those who wait, the others let it go first;
+- Who waits for the fence holds the byte of its place in the queue: when it came, in microseconds of CLOCK_MONOTONIC,
+  which all processes of a node share. Newcomers who see anybody in the queue stand back and queue up, too; who sees
+  somebody before him lets him go first. A freeze has place 0, so that no put overtakes it.
 - CLOSING: a freeze waits for open calls, new calls are refused.
 
 Measured here: `filelock.lock_descriptor` and unlock 1.0 us (bare flock 0.8), the test 0.4 us; a path-based
@@ -20,31 +21,37 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 
 from .files import Files
 
 __all__ = (
     "CLOSING",
-    "FREEZING",
-    "WAITING",
+    "FREEZE_PLACE",
+    "is_anybody_before",
     "is_signalled",
     "lock",
+    "next_place",
     "open_fence",
+    "queue_up",
     "signal",
     "still_there",
     "unlock",
 )
 
-WAITING, FREEZING, CLOSING = 1, 2, 3
+CLOSING = 1
+FREEZE_PLACE = 0
+_QUEUE = 1 << 32
+"""The byte of place 0."""
 
 _FLOCK = struct.Struct("hhqqi4x")
 
 
-def _request(kind: int, signal: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, signal, 1, 0)
+def _request(kind: int, start: int, length: int = 1) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
 
 
-_TESTS = {name: _request(fcntl.F_WRLCK, name) for name in (WAITING, FREEZING, CLOSING)}
+_IS_ANYBODY_WAITING = _request(fcntl.F_WRLCK, _QUEUE, 0)  # length 0: to the end of all bytes
 
 
 def open_fence(files: Files, path: str) -> int | None:
@@ -57,7 +64,7 @@ def open_fence(files: Files, path: str) -> int | None:
 
 def lock(files: Files, fd: int) -> bool:
     """Take the fence if nobody holds it and nobody waits for it."""
-    return not is_signalled(fd, WAITING) and files.try_lock(fd)
+    return not _is_held(fd, _IS_ANYBODY_WAITING) and files.try_lock(fd)
 
 
 def unlock(files: Files, fd: int) -> None:
@@ -81,5 +88,23 @@ def signal(fd: int, name: int) -> None:
 
 def is_signalled(fd: int, name: int) -> bool:
     """Whether somebody shows `name` through another descriptor."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _TESTS[name])
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    return _is_held(fd, _request(fcntl.F_WRLCK, name))
+
+
+def next_place() -> int:
+    """The place in the queue of somebody who comes now."""
+    return time.monotonic_ns() // 1000 + 1
+
+
+def queue_up(fd: int, place: int) -> None:
+    """Show others that the fence is waited for, until `fd` is closed."""
+    signal(fd, _QUEUE + place)
+
+
+def is_anybody_before(fd: int, place: int) -> bool:
+    """Whether somebody with a smaller place waits, through another descriptor."""
+    return place > 0 and _is_held(fd, _request(fcntl.F_WRLCK, _QUEUE, place))
+
+
+def _is_held(fd: int, request: bytes) -> bool:
+    return bool(_FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, request))[0] != fcntl.F_UNLCK)

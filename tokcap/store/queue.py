@@ -14,7 +14,7 @@ __all__ = ("Queued",)
 class Queued:
     """The handle of a rollout and its queue. `busy` says that a thread serves it, or that it waits for its fence."""
 
-    __slots__ = ("busy", "commit", "cost", "entered", "operations", "pending", "rollout", "signal_fd")
+    __slots__ = ("busy", "commit", "cost", "entered", "operations", "pending", "place", "rollout", "signal_fd")
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
@@ -28,5 +28,7 @@ class Queued:
         """Written, and being synced."""
         self.operations: list[Operation] = []
         """Those of `commit`, the refused ones included."""
+        self.place = 0
+        """In the queue of those who wait for the fence."""
         self.signal_fd = -1
         """While waiting for the fence: the descriptor that shows it to others."""

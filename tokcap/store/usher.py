@@ -20,6 +20,9 @@ __all__ = ("Usher",)
 _POLL_S = 0.0005
 """Between two tries; newcomers stand back meanwhile, so the first try after a release succeeds."""
 
+_PATIENCE_S = 0.1
+"""How long somebody who came earlier is let go first; he may have been stopped meanwhile."""
+
 _IDLE_S = 5.0
 
 
@@ -84,7 +87,7 @@ class Usher:
                 self._signal(queued, freezing)
             there = queued.signal_fd >= 0 and fence.still_there(self.files, rollout.fence_fd, rollout.path)
             held = False
-            if there and (freezing or not fence.is_signalled(queued.signal_fd, fence.FREEZING)):
+            if there and not self._lets_others_go_first(queued):
                 held = self.files.try_lock(rollout.fence_fd)
                 there = not held or fence.still_there(self.files, rollout.fence_fd, rollout.path)
             if not there:
@@ -109,6 +112,13 @@ class Usher:
             return True
         return self._give_up(queued, operations)
 
+    def _lets_others_go_first(self, queued: Queued) -> bool:
+        """Whether somebody is in front: a freeze always counts, others not for long, for they may be stopped."""
+        place = queued.place
+        if place and fence.next_place() - place > _PATIENCE_S * 1e6:
+            place = fence.FREEZE_PLACE + 1
+        return fence.is_anybody_before(queued.signal_fd, place)
+
     def _give_up(self, queued: Queued, operations: list[Operation]) -> bool:
         """Fail what has waited too long; True if nothing is left to wait for."""
         now = time.monotonic()
@@ -131,9 +141,8 @@ class Usher:
         if fd is None:
             return
         queued.signal_fd = fd
-        fence.signal(fd, fence.WAITING)
-        if freezing:
-            fence.signal(fd, fence.FREEZING)
+        queued.place = fence.FREEZE_PLACE if freezing else fence.next_place()
+        fence.queue_up(fd, queued.place)
 
     def _stop_signalling(self, queued: Queued) -> None:
         if queued.signal_fd >= 0:

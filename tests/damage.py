@@ -21,7 +21,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from tokcap.entry import TokenEntry
+from tokcap.entry import TokenEntry, content_digest
 from tokcap.errors import ConflictError, FrozenError
 from tokcap.protocol import SettledOutcome
 from tokcap.store import FileStore, Snapshot
@@ -29,7 +29,7 @@ from tokcap.store.batch import Batch
 from tokcap.store.files import Files
 from tokcap.store.frame import GROUP_CONTINUES, HEADER_SIZE, TRAILER_SIZE, Kind, Scan, scan, segment_seed
 from tokcap.store.layout import Layout
-from tokcap.store.log import content_digest, read_header
+from tokcap.store.log import read_header
 from tokcap.store.looking import Looker
 from tokcap.store.records import NO_BASE, BeginRecord, DeliveryRecord, SettleRecord, StoredEntry
 from tokcap.store.requests import Requests

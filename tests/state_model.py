@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tokcap import TokenEntry
-from tokcap.store.log import content_digest
+from tokcap.entry import content_digest
 
 __all__ = ("UNKNOWN", "Call", "Life", "Operation", "Raised", "Seen", "State", "exactly_equal", "linearize", "step")
 

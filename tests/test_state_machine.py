@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from tests.state_model import UNKNOWN, Operation, Raised, Seen, State, exactly_equal, linearize, step
 from tests.store_worker import PATIENCE_S, LocalObject, RemoteObject
 from tokcap import TokenEntry
-from tokcap.store.log import content_digest
+from tokcap.entry import content_digest
 
 ROLLOUTS = ("r-0", "r-1", "r-2")
 CALLS = tuple(f"c-{number}" for number in range(6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
@@ -16,7 +17,7 @@ from .content import encode_content, storable
 from .errors import InvalidEntryError
 from .ids import check_model_call_id, check_rollout_id
 
-__all__ = ("SCHEMA_VERSION", "TokenEntry", "identical")
+__all__ = ("SCHEMA_VERSION", "TokenEntry", "content_digest", "identical")
 
 TokenIdsLike: TypeAlias = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]
 LogProbsLike: TypeAlias = Sequence[float | None] | npt.NDArray[np.floating[Any]]
@@ -198,6 +199,20 @@ def canonical_contents(entry: TokenEntry) -> bytes:
         ],
         canonical=True,
     )
+
+
+def content_digest(entry: TokenEntry) -> bytes:
+    """16 bytes over everything that makes two entries identical; the smaller of two in conflict is shown."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in (entry.prompt_token_ids, entry.generation_token_ids, entry.generation_log_probs):
+        digest.update(len(array).to_bytes(8, "little"))
+        digest.update(array.tobytes())
+    experts = entry.routed_experts
+    if experts is not None:
+        digest.update(repr((experts.dtype.str, experts.shape)).encode() + experts.tobytes())
+    digest.update(repr(entry.pieces).encode())
+    digest.update(canonical_contents(entry))
+    return digest.digest()
 
 
 def _scalars(entry: TokenEntry) -> tuple[object, ...]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 from zlib import crc32
 
 import msgspec
 import numpy as np
 
 from ..content import decode_content
-from ..entry import TokenEntry, canonical_contents, identical
+from ..entry import TokenEntry, content_digest, identical
 from ..errors import CorruptError
 from .files import Files
 from .frame import (
@@ -42,7 +41,7 @@ from .records import (
     decode_entry,
 )
 
-__all__ = ("LogReader", "SegmentRead", "content_digest", "read_header")
+__all__ = ("LogReader", "SegmentRead", "read_header")
 
 _decode_header = msgspec.msgpack.Decoder(SegmentHeader).decode
 _decode_begin = msgspec.msgpack.Decoder(BeginRecord).decode
@@ -50,20 +49,6 @@ _decode_settle = msgspec.msgpack.Decoder(SettleRecord).decode
 _decode_delivery = msgspec.msgpack.Decoder(DeliveryRecord).decode
 _decode_finish = msgspec.msgpack.Decoder(FinishRecord).decode
 _decode_seal = msgspec.msgpack.Decoder(SealRecord).decode
-
-
-def content_digest(entry: TokenEntry) -> bytes:
-    """16 bytes over everything that makes two entries identical; the smaller of two in conflict is shown."""
-    digest = hashlib.blake2b(digest_size=16)
-    for array in (entry.prompt_token_ids, entry.generation_token_ids, entry.generation_log_probs):
-        digest.update(len(array).to_bytes(8, "little"))
-        digest.update(array.tobytes())
-    experts = entry.routed_experts
-    if experts is not None:
-        digest.update(repr((experts.dtype.str, experts.shape)).encode() + experts.tobytes())
-    digest.update(repr(entry.pieces).encode())
-    digest.update(canonical_contents(entry))
-    return digest.digest()
 
 
 def read_header(path: str, data: Buffer, seed: int, limit: int) -> SegmentHeader | None:

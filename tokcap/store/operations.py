@@ -23,6 +23,7 @@ from ..content import encode_content
 from ..entry import TokenEntry, identical
 from ..errors import ConflictError, FrozenError, RetiredError, StaleAttemptError, TokcapError
 from ..protocol import Delivered, RolloutState, SettledOutcome
+from .attempts import Attempts
 from .batch import Batch
 from .frame import GROUP_CONTINUES, Kind
 from .ledger import Call
@@ -39,11 +40,7 @@ from .records import (
 )
 from .rollout import OpenLog
 
-__all__ = ("Attempts", "Begin", "Deliver", "Finish", "Operation", "Put", "RecordOperation", "Settle", "boot_clock")
-
-
-_REMEMBERED_ATTEMPTS = 10_000
-"""Ended calls that are remembered in case a straggler says more of them."""
+__all__ = ("Begin", "Deliver", "Finish", "Operation", "Put", "RecordOperation", "Settle", "boot_clock")
 
 
 def boot_clock() -> int:
@@ -70,32 +67,6 @@ class Operation:
         """Its error, for whoever raises it. Kept here, too, it would hold itself, and entries, until a collection."""
         error, self.error = self.error, None
         return error
-
-
-class Attempts:
-    """In which incarnation this store object began its calls. Open calls are never forgotten."""
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[str, str], str] = {}
-        self._ended: dict[tuple[str, str], str] = {}
-
-    def incarnation(self, rollout_id: str, call: str) -> str | None:
-        key = (rollout_id, call)
-        return self._open.get(key) or self._ended.get(key)
-
-    def began(self, rollout_id: str, call: str, incarnation: str) -> None:
-        self._ended.pop((rollout_id, call), None)
-        self._open[rollout_id, call] = incarnation
-
-    def ended(self, rollout_id: str, call: str) -> None:
-        incarnation = self._open.pop((rollout_id, call), None)
-        if incarnation is not None:
-            self._ended[rollout_id, call] = incarnation
-            while len(self._ended) > _REMEMBERED_ATTEMPTS:
-                try:
-                    self._ended.pop(next(iter(self._ended)), None)
-                except (StopIteration, RuntimeError):
-                    return  # another thread is doing the same
 
 
 class RecordOperation(Operation):

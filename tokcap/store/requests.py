@@ -10,7 +10,8 @@ from ..entry import TokenEntry
 from ..errors import InvalidEntryError, InvalidOutcomeError
 from ..ids import check_model_call_id, check_rollout_id
 from ..protocol import Delivered, SettledOutcome
-from .operations import Attempts, Begin, Deliver, Finish, Put, Settle
+from .attempts import Attempts
+from .operations import Begin, Deliver, Finish, Put, Settle
 
 __all__ = ("Requests",)
 

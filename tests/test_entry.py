@@ -8,6 +8,7 @@ import copy
 import decimal
 import enum
 import math
+import operator
 import pickle
 import struct
 from collections.abc import Callable, Iterator
@@ -1031,3 +1032,11 @@ def test_message_stays_short_whatever_the_value(wrong: Any) -> None:
 def test_refusal_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="prompt_token_ids"):
         entry(prompt_token_ids=["1"])
+
+
+def test_equal_and_unequal_never_both_hold() -> None:
+    one, same = (TokenEntry("rollout", "call", [1, 2], [3], [None]) for _ in range(2))
+    other = TokenEntry("rollout", "call", [1, 2], [3], [-0.5])
+    for right, equal in ((same, True), (other, False), ("something else", False)):
+        assert operator.eq(one, right) is equal
+        assert operator.ne(one, right) is not equal

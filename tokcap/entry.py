@@ -151,6 +151,10 @@ class TokenEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
     def __eq__(self, other: object) -> bool:
         return identical(self, other) if isinstance(other, TokenEntry) else NotImplemented
 
+    def __ne__(self, other: object) -> bool:
+        # A Struct that compares by its own __eq__ would still tell `!=` by identity.
+        return not identical(self, other) if isinstance(other, TokenEntry) else NotImplemented
+
     def __hash__(self) -> int:
         return hash((self.rollout_id, self.model_call_id, self.choice_index))
 

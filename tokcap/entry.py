@@ -17,7 +17,7 @@ from .content import encode_content, storable
 from .errors import InvalidEntryError
 from .ids import check_model_call_id, check_rollout_id
 
-__all__ = ("SCHEMA_VERSION", "TokenEntry", "content_digest", "identical")
+__all__ = ("SCHEMA_VERSION", "TokenEntry", "canonical_contents", "content_digest", "contents_of", "identical")
 
 TokenIdsLike: TypeAlias = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]]
 LogProbsLike: TypeAlias = Sequence[float | None] | npt.NDArray[np.floating[Any]]
@@ -186,23 +186,25 @@ def identical(one: TokenEntry, other: TokenEntry) -> bool:
     )
 
 
+def contents_of(entry: TokenEntry) -> list[Any]:
+    """Everything of an entry that is neither an array nor needed to find it, in the order in which it is stored."""
+    return [
+        entry.output_items,
+        [list(span) if isinstance(span, tuple) else span for span in entry.policy_versions],
+        entry.sampling,
+        entry.extra,
+        entry.model,
+        entry.response_id,
+        entry.finish_reason,
+        entry.created_at,
+        None if entry.token_item_index is None else int(entry.token_item_index),
+        int(entry.schema_version),
+    ]
+
+
 def canonical_contents(entry: TokenEntry) -> bytes:
-    """Everything but the arrays, encoded so that equal entries give equal bytes."""
-    return encode_content(
-        [
-            entry.output_items,
-            [list(span) if isinstance(span, tuple) else span for span in entry.policy_versions],
-            entry.sampling,
-            entry.extra,
-            entry.model,
-            entry.response_id,
-            entry.finish_reason,
-            entry.created_at,
-            entry.token_item_index,
-            entry.schema_version,
-        ],
-        canonical=True,
-    )
+    """`contents_of` an entry, encoded so that equal entries give equal bytes."""
+    return encode_content(contents_of(entry), canonical=True)
 
 
 def content_digest(entry: TokenEntry) -> bytes:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from ..arrays import StoredArray
 from ..content import decode_content, encode_content
-from ..entry import TokenEntry
+from ..entry import TokenEntry, contents_of
 from .frame import HEADER_SIZE, padding
 
 __all__ = (
@@ -149,21 +149,8 @@ def encode_record(record: msgspec.Struct) -> bytes:
 
 
 def encode_contents(entry: TokenEntry) -> bytes:
-    """Everything of an entry that is neither an array nor needed to find it, so that it can be encoded early."""
-    return encode_content(
-        [
-            entry.output_items,
-            [list(span) if isinstance(span, tuple) else span for span in entry.policy_versions],
-            entry.sampling,
-            entry.extra,
-            entry.model,
-            entry.response_id,
-            entry.finish_reason,
-            entry.created_at,
-            None if entry.token_item_index is None else int(entry.token_item_index),
-            int(entry.schema_version),
-        ]
-    )
+    """The contents of an entry, which can be encoded before its place in the log is known."""
+    return encode_content(contents_of(entry))
 
 
 def encode_entry(

@@ -1099,7 +1099,7 @@ def _opens_many(directory: Path, nursery: Nursery, limit: int, count: int) -> No
         path = str(directory / f"store-{sync_threads}")
         child = nursery.start(open_many, path, limit, count, sync_threads)
         most, wrong, left = child.receive(600.0)
-        assert most <= limit
+        assert most <= limit // 2 + 16, "half of the descriptors belong to the program around the store"
         assert not wrong
         assert left < 16
 
@@ -1178,7 +1178,7 @@ def freeze_many_big(channel: Channel, path: str, limit: int, count: int) -> None
 
 def test_many_snapshots_are_kept_at_a_low_limit_of_descriptors(directory: Path, nursery: Nursery) -> None:
     descriptors, exact = nursery.start(freeze_many_big, str(directory / "store"), 128, 200).receive()
-    assert descriptors <= 128
+    assert descriptors <= 96, "mappings take a quarter of the descriptors, open rollouts a half, and both are near full"
     assert exact
 
 

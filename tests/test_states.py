@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import threading
 import time
@@ -123,7 +124,7 @@ def nothing_changes(directory: Path) -> Iterator[None]:
     assert tree(directory) == before
 
 
-def after_power_loss(directory: Path, tmp_path: Path) -> FileStore:
+def copy_of_what_is_on_disk(directory: Path, tmp_path: Path) -> FileStore:
     """A store on a copy of what is on disk now, as another process finds it."""
     copy = tmp_path / f"copy-{os.urandom(4).hex()}"
     shutil.copytree(directory, copy)
@@ -181,7 +182,7 @@ def test_a_put_creates_the_rollout(store: FileStore, second: FileStore) -> None:
 def test_a_put_on_an_open_rollout_is_durable_when_it_returns(store: FileStore, store_dir: Path, tmp_path: Path) -> None:
     store.put_now(FIRST)
     store.put_now(entry("c-2"))
-    with after_power_loss(store_dir, tmp_path) as copy:
+    with copy_of_what_is_on_disk(store_dir, tmp_path) as copy:
         assert [e.model_call_id for e in entries(copy)] == ["c-1", "c-2"]
 
 
@@ -278,7 +279,7 @@ def test_a_conflict_is_durable_before_the_error_is_raised(store: FileStore, stor
     try:
         store.put_now(OTHER)
     except ConflictError:
-        copy = after_power_loss(store_dir, tmp_path)
+        copy = copy_of_what_is_on_disk(store_dir, tmp_path)
     assert outcome(copy) == "conflict"
     with copy.read_now(ROLLOUT) as snapshot:
         kept = [snapshot.entries.entry(node) for node in range(len(snapshot.entries.nodes))]
@@ -305,7 +306,7 @@ def test_a_late_conflict_is_durable_before_the_error_is_raised(
     freeze(store)
     with pytest.raises(FrozenError):
         store.put_now(OTHER)
-    with after_power_loss(store_dir, tmp_path) as copy, copy.freeze_now(ROLLOUT) as snapshot:
+    with copy_of_what_is_on_disk(store_dir, tmp_path) as copy, copy.freeze_now(ROLLOUT) as snapshot:
         assert snapshot.version == 2
         assert outcomes(snapshot) == {"c-1": "conflict"}
         assert len(snapshot.entries.nodes) == 2
@@ -406,7 +407,7 @@ def test_begin_call_creates_the_rollout(store: FileStore, second: FileStore) -> 
 def test_begin_call_on_an_open_rollout_is_a_durable_intent(store: FileStore, store_dir: Path, tmp_path: Path) -> None:
     store.put_now(FIRST)
     store.begin_call_now(ROLLOUT, "c-2")
-    with after_power_loss(store_dir, tmp_path) as copy:
+    with copy_of_what_is_on_disk(store_dir, tmp_path) as copy:
         assert outcomes(copy.read_now(ROLLOUT)) == {"c-1": "recorded", "c-2": "open"}
         assert copy.read_now(ROLLOUT).incomplete
 
@@ -501,7 +502,7 @@ def test_settle_call_and_mark_incomplete_on_an_open_rollout_are_durable(
     store.settle_call_now(ROLLOUT, "c-2", "aborted")
     store.mark_incomplete_now(ROLLOUT, "c-3")
     store.mark_incomplete_now(ROLLOUT)
-    with after_power_loss(store_dir, tmp_path) as copy:
+    with copy_of_what_is_on_disk(store_dir, tmp_path) as copy:
         assert outcomes(copy.read_now(ROLLOUT)) == {"c-1": "recorded", "c-2": "aborted", "c-3": "lost", "": "lost"}
 
 
@@ -513,7 +514,7 @@ def test_settle_call_on_a_frozen_rollout_is_durable_in_a_new_version(
     store.begin_call_now(ROLLOUT, "c-2")
     before = freeze(store)
     store.settle_call_now(ROLLOUT, "c-2", word)
-    with after_power_loss(store_dir, tmp_path) as copy, copy.freeze_now(ROLLOUT) as after:
+    with copy_of_what_is_on_disk(store_dir, tmp_path) as copy, copy.freeze_now(ROLLOUT) as after:
         assert (after.snapshot_id, after.version) == (before.snapshot_id, 2)
         assert outcomes(after) == {"c-1": "recorded", "c-2": word}
         assert [e.model_call_id for e in after.entries] == ["c-1"]
@@ -526,7 +527,7 @@ def test_mark_incomplete_on_a_frozen_rollout_is_durable_in_a_new_version(
     store.put_now(FIRST)
     assert not freeze(store).incomplete
     store.mark_incomplete_now(ROLLOUT, call)
-    with after_power_loss(store_dir, tmp_path) as copy, copy.freeze_now(ROLLOUT) as after:
+    with copy_of_what_is_on_disk(store_dir, tmp_path) as copy, copy.freeze_now(ROLLOUT) as after:
         assert after.version == 2
         assert after.incomplete
         assert outcomes(after) == {"c-1": "recorded", call: "lost"}
@@ -567,7 +568,7 @@ def test_settle_call_on_a_retired_rollout_is_noted_beside_the_tombstone(
     store.put_now(FIRST)
     old = retire(store)
     store.settle_call_now(ROLLOUT, "c-late", word, "it came late")
-    with after_power_loss(store_dir, tmp_path) as copy:
+    with copy_of_what_is_on_disk(store_dir, tmp_path) as copy:
         stat = copy.stat_now(ROLLOUT)
     assert stat.state == "retired"
     assert len(stat.late) == 1
@@ -796,7 +797,7 @@ def test_freeze_of_an_open_rollout_publishes_what_was_put(store: FileStore, seco
         assert isinstance(snapshot, TokenCaptureSnapshot)
         assert (snapshot.rollout_id, snapshot.version) == (ROLLOUT, 1)
         assert len(snapshot.snapshot_id) == 32
-        assert int(snapshot.snapshot_id, 16) >= 0
+        assert re.fullmatch(r"[0-9a-f]{32}", snapshot.snapshot_id)
         assert all(exactly_equal(*pair) for pair in zip(snapshot.entries, put, strict=True))
 
 

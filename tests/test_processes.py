@@ -1178,7 +1178,7 @@ def freeze_many_big(channel: Channel, path: str, limit: int, count: int) -> None
 
 def test_many_snapshots_are_kept_at_a_low_limit_of_descriptors(directory: Path, nursery: Nursery) -> None:
     descriptors, exact = nursery.start(freeze_many_big, str(directory / "store"), 128, 200).receive()
-    assert descriptors <= 96, "mappings take a quarter of the descriptors, open rollouts a half, and both are near full"
+    assert descriptors <= 60, "mappings may take a quarter, 32, and nothing else is open for long"
     assert exact
 
 

@@ -1167,7 +1167,7 @@ def freeze_many_big(channel: Channel, path: str, limit: int, count: int) -> None
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     store = open_store(path)
-    prompt = np.arange(60_000, dtype=np.int32)
+    prompt = np.arange(100_000, dtype=np.int32)  # too large for uint16: 400 kB each
     for number in range(count):
         store.put_now(entry_of(f"r-{number}", "call", prompt=prompt + number))
     snapshots = store.freeze_many_now(f"r-{number}" for number in range(count))

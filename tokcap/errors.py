@@ -9,7 +9,9 @@ from __future__ import annotations
 
 __all__ = (
     "BusyError",
+    "CaptureError",
     "ClosedError",
+    "ConfigError",
     "ConflictError",
     "CorruptError",
     "DurabilityError",
@@ -18,6 +20,7 @@ __all__ = (
     "InvalidIdError",
     "InvalidOptionError",
     "InvalidOutcomeError",
+    "MaskFractionError",
     "NewerFormatError",
     "ReadOnlyError",
     "RetiredError",
@@ -26,6 +29,7 @@ __all__ = (
     "TokcapError",
     "UnsafeDirectoryError",
     "UnsafeFilesystemError",
+    "UnusableAnswerError",
 )
 
 
@@ -52,6 +56,14 @@ class InvalidOptionError(TokcapError, ValueError):
     """An option of a store that can't be; the message names it, its value and what is expected."""
 
 
+class ConfigError(TokcapError, ValueError):
+    """A setting of a run that can't be; names its key, its value (never a secret) and what is expected."""
+
+
+class UnusableAnswerError(TokcapError, ValueError):
+    """An answer of a model server from which no exact record can be made; says which ids or log-probs are wrong."""
+
+
 # ---- what the state of the rollout forbids
 
 
@@ -73,6 +85,17 @@ class StaleAttemptError(TokcapError, RuntimeError):
 
 class BusyError(TokcapError, TimeoutError):
     """Another process held the rollout for longer than `lock_timeout_s`."""
+
+
+# ---- what the run as a whole must not do
+
+
+class CaptureError(TokcapError, RuntimeError):
+    """A model call can't be captured: its intent can't be written, or the capture point is used out of order."""
+
+
+class MaskFractionError(TokcapError, RuntimeError):
+    """More rollouts than `max_mask_fraction` delivered no trainable token; counts per reason are in the message."""
 
 
 # ---- what the storage underneath does

@@ -1,0 +1,225 @@
+"""Prompts that no longer hold what was sampled: where they part from it, and how (rule 13)."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from .links import NO_CALL, Links
+from .recorded import Call, Recorded
+from .siblings import Fate
+from .tree import ROOT
+
+__all__ = ("Drift", "DriftKind", "TokenBytes", "find_drifts")
+
+DriftKind = Literal[
+    "retokenised",
+    "stripped_reasoning",
+    "whitespace_or_stop",
+    "edited",
+    "truncated_or_compacted",
+    "other",
+    "unknown",
+]
+"""How the later prompt differs, judged by bytes; `unknown` where the bytes are not known."""
+
+TokenBytes = Mapping[int, bytes] | Callable[[int], bytes | None]
+"""The bytes of a token id: a mapping, or a function that answers None for an id that it doesn't know."""
+
+Bytes = Callable[[int], bytes | None]
+
+BOUNDARY = 1
+"""Ids: text that is tokenised again may merge the last id of a prompt with the first of the answer behind it."""
+
+_REASONING = re.compile(rb"<(think|thinking|reasoning)>.*?</\1>\s*", re.DOTALL)
+
+
+class Drift(msgspec.Struct, frozen=True, dict=True, eq=False):
+    """One call whose prompt parts from an earlier call that it would otherwise continue."""
+
+    call: tuple[str, int]
+    """(model_call_id, choice_index) of the call whose prompt parts."""
+    nearest: tuple[str, int]
+    """Of the earlier call that shares the most ids with it."""
+    index: int
+    """The first position at which the two differ."""
+    kept: int
+    """How many of the earlier call's sampled ids the prompt still holds."""
+    lost: int
+    """How many it doesn't."""
+    before_answer: bool
+    """The prompt parts even before the earlier call's answer: compacted, edited, forked, or another conversation."""
+    nearest_number: int
+    """Of the earlier call, within the build."""
+    _compare: Callable[[], DriftKind]
+
+    @cached_property
+    def kind(self) -> DriftKind:
+        """What happened to the bytes; looked at when asked."""
+        return self._compare()
+
+
+def find_drifts(recorded: Recorded, links: Links, fates: dict[int, Fate], bytes_of: Bytes) -> dict[int, Drift]:
+    """The drift of every representative that has one."""
+    answers = _Answers(recorded, links, fates)
+    prompts = _EarlierPrompts(recorded)
+    found = {}
+    for number in links.members:
+        call = recorded.calls[number]
+        parent = links.parent[number]
+        extended = recorded.calls[parent].total if parent != NO_CALL else 0
+        drift = answers.left_by(call, extended)
+        if drift is None:
+            drift = prompts.left_by(call, extended)
+        if drift is None:
+            continue
+        nearest, index = drift
+        kept = max(index - nearest.prompt, 0)
+        found[number] = Drift(
+            call.key,
+            nearest.key,
+            index,
+            kept,
+            nearest.sampled - kept,
+            index < nearest.prompt - BOUNDARY,
+            nearest.number,
+            _Comparison(recorded, call, nearest, index, bytes_of),
+        )
+    return found
+
+
+class _Answers:
+    """Finds, on the way to a prompt, the answer of another call that it leaves."""
+
+    def __init__(self, recorded: Recorded, links: Links, fates: dict[int, Fate]) -> None:
+        self._recorded, self._fates = recorded, fates
+        self._passing: dict[int, list[int]] = defaultdict(list)
+        for number in links.answered:
+            call = recorded.calls[number]
+            vertex = call.end_vertex
+            while True:
+                self._passing[vertex].append(number)
+                vertex = recorded.tree.parent[vertex]
+                if vertex == ROOT or recorded.tree.depth[vertex] < call.prompt - BOUNDARY:
+                    break
+
+    def left_by(self, call: Call, extended: int) -> tuple[Call, int] | None:
+        recorded = self._recorded
+        depth, parent = recorded.tree.depth, recorded.tree.parent
+        below, vertex = call.prompt_vertex, parent[call.prompt_vertex]
+        while vertex != ROOT and depth[vertex] > extended:
+            leaving = [n for n in map(recorded.calls.__getitem__, self._passing.get(vertex, ())) if n.model == call.model]
+            leaving = [
+                n
+                for n in leaving
+                if not recorded.below(n.end_vertex, below) and not recorded.is_before(call.record, n.record)
+            ]
+            if leaving:
+                return min(leaving, key=self._preference), depth[vertex]
+            below, vertex = vertex, parent[vertex]
+        return None
+
+    def _preference(self, call: Call) -> tuple[bool, int, tuple[str, int]]:
+        return self._fates[call.number].verdict != "kept", self._recorded.first[call.end_vertex], call.key
+
+
+class _EarlierPrompts:
+    """Finds, on the way to a prompt, the latest earlier call whose own prompt parts from it."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+        self._calls = sorted(recorded.calls, key=lambda call: recorded.first[call.prompt_vertex])
+        self._ranks = [recorded.first[call.prompt_vertex] for call in self._calls]
+        boots: dict[str, int] = {"": -1}
+        self._boot = np.array([boots.setdefault(c.record.boot_id, len(boots)) for c in self._calls], np.int64)
+        begun = [np.nan if c.record.begun_at is None else c.record.begun_at for c in self._calls]
+        self._begun = np.array(begun, np.float64)
+        self._boots = boots
+
+    def left_by(self, call: Call, extended: int) -> tuple[Call, int] | None:
+        recorded = self._recorded
+        depth, parent = recorded.tree.depth, recorded.tree.parent
+        boot = self._boots.get(call.record.boot_id, -1)
+        begun = call.record.begun_at
+        if boot < 0 or begun is None:
+            return None
+        vertex = parent[call.prompt_vertex]
+        while vertex != ROOT and depth[vertex] > extended:
+            start = bisect_left(self._ranks, recorded.first[vertex])
+            stop = bisect_right(self._ranks, recorded.last[vertex])
+            if stop - start > 1:
+                earlier = (self._boot[start:stop] == boot) & (self._begun[start:stop] < begun)
+                earlier &= np.array([self._calls[i].model == call.model for i in range(start, stop)])
+                if earlier.any():
+                    latest = np.where(earlier, self._begun[start:stop], -np.inf).argmax()
+                    return self._calls[start + int(latest)], depth[vertex]
+            vertex = parent[vertex]
+        return None
+
+
+class _Comparison:
+    """Compares the bytes of an answer with those that a later prompt has in its place."""
+
+    def __init__(self, recorded: Recorded, call: Call, nearest: Call, index: int, bytes_of: Bytes) -> None:
+        self._recorded, self._call, self._nearest, self._index = recorded, call, nearest, index
+        self._bytes_of = bytes_of
+
+    def __call__(self) -> DriftKind:
+        start = min(self._index, self._nearest.prompt)
+        before = self._text(self._nearest.end_vertex, start, self._nearest.total)
+        # What stands behind the answer in the later prompt is not compared, so its bytes need not be known.
+        after = self._text(self._call.prompt_vertex, start, self._call.prompt, at_least=self._nearest.total - start)
+        if before is None or after is None:
+            return "unknown"
+        stop = self._bytes_of(int(self._nearest.generation_token_ids[-1])) or b""
+        return compare(before, after, stop, rewritten_history=self._index < self._nearest.prompt - BOUNDARY)
+
+    def _text(self, vertex: int, start: int, end: int, at_least: int | None = None) -> bytes | None:
+        ids = np.empty(self._recorded.tree.depth[vertex], np.int32)
+        self._recorded.tree.ids_to(vertex, ids)
+        pieces = []
+        for position, token in enumerate(ids[start:end].tolist()):
+            piece = self._bytes_of(token)
+            if piece is None:
+                if at_least is not None and position >= 2 * at_least:
+                    break
+                return None
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+def compare(before: bytes, after: bytes, stop: bytes = b"", *, rewritten_history: bool = False) -> DriftKind:
+    """What became of the bytes `before` in `after`, which starts at the same place and goes on behind them.
+
+    stop: the bytes of the last sampled token, which a template may write differently or leave out.
+    """
+    if after.startswith(before):
+        return "retokenised"
+    if rewritten_history:
+        return "truncated_or_compacted" if len(after) < len(before) else "edited"
+    visible = before.removesuffix(stop) if stop else before
+    if visible.strip() and after.lstrip().startswith(visible.strip()):
+        return "retokenised" if after.startswith(visible) and visible == before else "whitespace_or_stop"
+    without = _REASONING.sub(b"", visible)
+    _, closed, rest = without.rpartition(b"</think>")
+    without = rest if closed else without
+    if without != visible and after.lstrip().startswith(without.strip()):
+        return "stripped_reasoning"
+    if _words(after).startswith(_words(visible)):
+        return "whitespace_or_stop"
+    same = next((i for i, (a, b) in enumerate(zip(visible, after, strict=False)) if a != b), None)
+    if same is None:
+        return "truncated_or_compacted"
+    share = same / max(len(visible), 1)
+    return "edited" if share > 0 else "other"
+
+
+def _words(text: bytes) -> bytes:
+    return b"".join(text.split())

@@ -1,0 +1,116 @@
+"""What of each call is trained, and why the rest is not: the account of a rollout (rules 5, 17, 19, 21, 22)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .behaviour import is_behaviour, unknown_log_probs
+from .links import Links, received
+from .recorded import Call, Recorded
+from .siblings import Fate
+
+__all__ = ("CATEGORIES", "Category", "Judged", "account", "judge", "mask_all")
+
+Category = Literal[
+    "trained", "abandoned", "ambiguous", "aborted", "unknown", "conflict", "other_model", "after_final", "masked"
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+"""Every sampled token is in exactly one of them. `masked`: left out because the whole rollout is (`strict=True`)."""
+
+
+class Judged(msgspec.Struct, eq=False):
+    """One representative with the part of its sampled ids that is trained."""
+
+    call: Call
+    source: Call
+    """Of identical calls the one whose log-probs, policy versions and sampling parameters count."""
+    verdict: Category
+    """What holds for the whole span; of a trained one single positions may still be unknown."""
+    mask: npt.NDArray[np.bool_] | None
+    """bool [G], True where trained; None if all of it or nothing is."""
+    trained: int
+    behaviour: bool | None
+    counts: dict[Category, int]
+    """How many of its sampled ids fall into each category."""
+
+
+def judge(
+    recorded: Recorded,
+    links: Links,
+    fates: dict[int, Fate],
+    *,
+    models: Collection[str],
+    after_final: Collection[int],
+    exclude_not_behaviour: bool,
+) -> dict[int, Judged]:
+    """Judge every representative that has sampled ids."""
+    judged = {}
+    for number in links.answered:
+        call, fate = recorded.calls[number], fates[number]
+        source = received(recorded, links, number)
+        behaviour = is_behaviour(source.answer.sampling)
+        outcomes = {recorded.calls[i].record.outcome for i in links.members[number]}
+        verdict: Category = "trained"
+        if call.model not in models:
+            verdict = "other_model"
+        elif outcomes == {"conflict"}:
+            verdict = "conflict"
+        elif number in after_final:
+            verdict = "after_final"
+        elif fate.verdict != "kept":
+            verdict = fate.verdict
+        elif number in links.unclear or (exclude_not_behaviour and behaviour is False):
+            verdict = "unknown"
+        judged[number] = _weighed(call, source, verdict, fate.continued, behaviour)
+    return judged
+
+
+def _weighed(call: Call, source: Call, verdict: Category, continued: int | None, behaviour: bool | None) -> Judged:
+    sampled = call.sampled
+    if verdict != "trained":
+        return Judged(call, source, verdict, None, 0, behaviour, {verdict: sampled})
+    counts: dict[Category, int] = {}
+    trainable = sampled if continued is None else continued
+    unknown = unknown_log_probs(source.generation_log_probs)
+    unknowns = int(np.count_nonzero(unknown[:trainable]))
+    trained = trainable - unknowns
+    if trained:
+        counts["trained"] = trained
+    if unknowns:
+        counts["unknown"] = unknowns
+    if trainable < sampled:
+        counts["aborted"] = sampled - trainable
+    mask = None
+    if trained != sampled:
+        mask = ~unknown
+        mask[trainable:] = False
+    return Judged(call, source, "trained" if trained else "unknown", mask, trained, behaviour, counts)
+
+
+def mask_all(judged: dict[int, Judged]) -> None:
+    """Train nothing of this rollout."""
+    for found in judged.values():
+        if found.trained:
+            found.counts["masked"] = found.counts.pop("trained")
+            found.trained, found.mask = 0, None
+
+
+def account(recorded: Recorded, links: Links, judged: dict[int, Judged]) -> dict[str, int]:
+    """How many ids were sampled, and how many of them are in each category.
+
+    sampled = the sum of all categories. An answer that was sampled twice with the same ids counts twice: once as what
+    it is, and as `abandoned` for every repetition, because the client went on with one of them.
+    """
+    counts: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
+    for found in judged.values():
+        counts.update(found.counts)
+    repeated = sum(recorded.calls[number].sampled * (len(links.members[number]) - 1) for number in links.answered)
+    counts["abandoned"] += repeated
+    sampled = sum(call.sampled for call in recorded.calls)
+    return {"sampled": sampled, **counts, "repeated": repeated}

@@ -12,9 +12,10 @@ from ..protocol import Outcome, TokenCaptureSnapshot
 from .behaviour import log_prob_mode
 from .drift import Drift, TokenBytes, find_drifts
 from .gaps import find_gaps
-from .links import NO_CALL, Links, chain_of, ended_before, link
+from .links import NO_CALL, Links, chain_of, link
 from .paths import Path, find_paths
 from .recorded import Recorded, read_snapshot
+from .samples import ended_before
 from .scored import Scored, Witnesses, attribute
 from .siblings import settle_siblings
 from .trajectory import Trajectory, TrajectoryFacts
@@ -55,6 +56,8 @@ def build(
     links = link(recorded)
     witnesses = Witnesses(call_id, choice_index, response_id, response)
     scored = attribute(recorded, links, witnesses)
+    if scored.number != NO_CALL:
+        links = link(recorded, scored.number)
     return Build(snapshot, recorded, links, scored, models, strict, exclude_not_behaviour, token_bytes)
 
 
@@ -106,7 +109,7 @@ class Build:
             exclude_not_behaviour=exclude_not_behaviour,
         )
         self.drift_of = find_drifts(recorded, links, self.fates, _Bytes(recorded, token_bytes))
-        split = self.gaps | after_final
+        split = self.gaps | {number for number in after_final if links.parent[number] not in after_final}
         self._paths, self._distinct = find_paths(recorded, links, self.judged, split, scored.number)
         strict_reasons = self._strict_reasons() if strict else []
         if strict_reasons:
@@ -283,10 +286,9 @@ def _after_final(recorded: Recorded, links: Links, scored: int) -> set[int]:
         if number not in chain
         and all(ended_before(last, recorded.calls[i].record) for last in final for i in links.members[number])
     }
-    waiting = [*after, scored]
+    waiting = [scored]
     while waiting:
         for child in links.children.get(waiting.pop(), ()):
-            if child not in after:
-                after.add(child)
-                waiting.append(child)
+            after.add(child)
+            waiting.append(child)
     return after

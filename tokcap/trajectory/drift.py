@@ -14,6 +14,7 @@ import numpy as np
 
 from .links import NO_CALL, Links
 from .recorded import Call, Recorded
+from .samples import is_before
 from .siblings import Fate
 from .tree import ROOT
 
@@ -76,6 +77,7 @@ def find_drifts(recorded: Recorded, links: Links, fates: dict[int, Fate], bytes_
         parent = links.parent[number]
         extended = recorded.calls[parent].total if parent != NO_CALL else 0
         drift = answers.left_by(call, extended)
+        before_answer = drift is None
         if drift is None:
             drift = prompts.left_by(call, extended)
         if drift is None:
@@ -88,9 +90,9 @@ def find_drifts(recorded: Recorded, links: Links, fates: dict[int, Fate], bytes_
             index,
             kept,
             nearest.sampled - kept,
-            index < nearest.prompt - BOUNDARY,
+            before_answer,
             nearest.number,
-            _Comparison(recorded, call, nearest, index, bytes_of),
+            _Comparison(recorded, call, nearest, index, before_answer, bytes_of),
         )
     return found
 
@@ -115,11 +117,13 @@ class _Answers:
         depth, parent = recorded.tree.depth, recorded.tree.parent
         below, vertex = call.prompt_vertex, parent[call.prompt_vertex]
         while vertex != ROOT and depth[vertex] > extended:
-            leaving = [n for n in map(recorded.calls.__getitem__, self._passing.get(vertex, ())) if n.model == call.model]
             leaving = [
-                n
-                for n in leaving
-                if not recorded.below(n.end_vertex, below) and not recorded.is_before(call.record, n.record)
+                other
+                for other in map(recorded.calls.__getitem__, self._passing.get(vertex, ()))
+                if other.model == call.model
+                and other.prompt < call.prompt  # a conversation grows, whatever became of its beginning
+                and not recorded.below(other.end_vertex, below)
+                and not is_before(call.record, other.record)
             ]
             if leaving:
                 return min(leaving, key=self._preference), depth[vertex]
@@ -150,26 +154,31 @@ class _EarlierPrompts:
         begun = call.record.begun_at
         if boot < 0 or begun is None:
             return None
-        vertex = parent[call.prompt_vertex]
+        below, vertex = call.prompt_vertex, parent[call.prompt_vertex]
         while vertex != ROOT and depth[vertex] > extended:
             start = bisect_left(self._ranks, recorded.first[vertex])
             stop = bisect_right(self._ranks, recorded.last[vertex])
             if stop - start > 1:
                 earlier = (self._boot[start:stop] == boot) & (self._begun[start:stop] < begun)
-                earlier &= np.array([self._calls[i].model == call.model for i in range(start, stop)])
+                for place in np.flatnonzero(earlier).tolist():
+                    other = self._calls[start + place]
+                    if other.model != call.model or recorded.below(other.end_vertex, below):
+                        earlier[place] = False
                 if earlier.any():
                     latest = np.where(earlier, self._begun[start:stop], -np.inf).argmax()
                     return self._calls[start + int(latest)], depth[vertex]
-            vertex = parent[vertex]
+            below, vertex = vertex, parent[vertex]
         return None
 
 
 class _Comparison:
     """Compares the bytes of an answer with those that a later prompt has in its place."""
 
-    def __init__(self, recorded: Recorded, call: Call, nearest: Call, index: int, bytes_of: Bytes) -> None:
+    def __init__(
+        self, recorded: Recorded, call: Call, nearest: Call, index: int, before_answer: bool, bytes_of: Bytes
+    ) -> None:
         self._recorded, self._call, self._nearest, self._index = recorded, call, nearest, index
-        self._bytes_of = bytes_of
+        self._before_answer, self._bytes_of = before_answer, bytes_of
 
     def __call__(self) -> DriftKind:
         start = min(self._index, self._nearest.prompt)
@@ -179,7 +188,7 @@ class _Comparison:
         if before is None or after is None:
             return "unknown"
         stop = self._bytes_of(int(self._nearest.generation_token_ids[-1])) or b""
-        return compare(before, after, stop, rewritten_history=self._index < self._nearest.prompt - BOUNDARY)
+        return compare(before, after, stop, rewritten_history=self._before_answer)
 
     def _text(self, vertex: int, start: int, end: int, at_least: int | None = None) -> bytes | None:
         ids = np.empty(self._recorded.tree.depth[vertex], np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..protocol import CallRecord
 from .links import NO_CALL, Links
 from .recorded import Recorded
+from .samples import is_before
 
 __all__ = ("find_gaps", "may_be_within", "missing_calls")
 
@@ -35,6 +36,6 @@ def may_be_within(recorded: Recorded, links: Links, missing: CallRecord, earlier
     before = [recorded.calls[i].record for i in links.members[later]]
     if missing.model_call_id and any(record.model_call_id == missing.model_call_id for record in (*after, *before)):
         return False  # one of whose choices some are recorded: it lies beside them
-    return not any(recorded.is_before(missing, record) for record in after[:1]) and not all(
-        recorded.is_before(record, missing) for record in before
-    )
+    # Identical calls have one prompt and one answer: the first of them shows that they were there by then.
+    before_all = bool(after) and all(is_before(missing, record) for record in after)
+    return not before_all and not any(is_before(record, missing) for record in before)

@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 
 from ..entry import content_digest
-from ..protocol import CallRecord
+from .behaviour import unknown_log_probs
 from .recorded import Call, Recorded
+from .samples import ended_before, sample_units
 
-__all__ = ("NO_CALL", "Links", "chain_of", "ended_before", "link", "overlapped", "received")
+__all__ = ("NO_CALL", "Links", "chain_of", "content_order", "link", "received", "sound")
 
 NO_CALL = -1
 
@@ -45,24 +46,27 @@ class Links(msgspec.Struct, eq=False):
     hints_refuted: int
 
 
-def link(recorded: Recorded) -> Links:
-    """Merge identical calls and find the parent of each."""
+def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
+    """Merge identical calls and find the parent of each.
+
+    preferred: of equal samples the one that is continued, if it is known.
+    """
     representative, members = _merge(recorded)
     answered = [number for number in members if recorded.calls[number].sampled]
-    parent, refuted = _parents(recorded, members, answered)
+    parent, refuted = _parents(recorded, members, answered, preferred)
     children: dict[int, list[int]] = defaultdict(list)
     for number in answered:
         if parent[number] != NO_CALL:
             children[parent[number]].append(number)
-    unclear = set()
-    largest = 0.0
-    for number, same in members.items():
-        if len(same) > 1 and recorded.calls[number].sampled:
-            difference = _difference([recorded.calls[i] for i in same])
-            largest = max(largest, difference)
-            if difference > LARGEST_DIFFERENCE or _meanings(recorded, same) > 1:
-                unclear.add(number)
-    return Links(representative, members, parent, children, answered, unclear, largest, refuted)
+    links = Links(representative, members, parent, children, answered, set(), 0.0, refuted)
+    for number in answered:
+        same = sound(recorded, links, number) if len(members[number]) > 1 else []
+        if len(same) > 1:
+            difference = _difference(same)
+            links.largest_difference = max(links.largest_difference, difference)
+            if difference > LARGEST_DIFFERENCE or _meanings(same) > 1:
+                links.unclear.add(number)
+    return links
 
 
 def chain_of(links: Links, number: int) -> list[int]:
@@ -74,42 +78,45 @@ def chain_of(links: Links, number: int) -> list[int]:
     return chain[::-1]
 
 
-def overlapped(one: CallRecord, other: CallRecord) -> bool | None:
-    """Whether two calls ran at the same time; None if their times don't compare."""
-    if not one.boot_id or one.boot_id != other.boot_id:
-        return None
-    if None in (one.begun_at, one.ended_at, other.begun_at, other.ended_at):
-        return None
-    assert one.begun_at is not None and one.ended_at is not None
-    assert other.begun_at is not None and other.ended_at is not None
-    return one.begun_at < other.ended_at and other.begun_at < one.ended_at
+def content_order(recorded: Recorded, number: int) -> tuple[bytes, tuple[str, int]]:
+    """Orders calls with equal ids by what else was recorded; names decide between complete equals only."""
+    call = recorded.calls[number]
+    return content_digest(recorded.entry(call)), call.key
 
 
-def _are_samples(one: Call, other: Call) -> bool:
-    if one.model_call_id == other.model_call_id:
-        return True
-    both_received = one.record.delivered == other.record.delivered == "full"
-    return both_received and overlapped(one.record, other.record) is True
+def first_content(recorded: Recorded, numbers: list[int]) -> tuple[bytes, tuple[str, int]]:
+    """The smallest `content_order` of identical calls."""
+    return min(content_order(recorded, number) for number in numbers)
 
 
 def _merge(recorded: Recorded) -> tuple[list[int], dict[int, list[int]]]:
-    places: dict[tuple[int, int, str], list[int]] = {}
+    places: dict[tuple[int, int, str], list[int]] = defaultdict(list)
+    for call in recorded.calls:
+        places[call.prompt_vertex, call.end_vertex, call.model].append(call.number)
+    groups = []
+    for same in places.values():
+        if len(same) == 1:
+            groups.append(same)
+            continue
+        units = sample_units({number: (recorded.calls[number].record,) for number in same}, by_delivery_alone=False)
+        # Samples that came out equal stay apart. A retry of several is paired with them in the order of contents, so
+        # that nothing depends on names.
+        for unit in units:
+            if len(unit) > 1:
+                unit.sort(key=lambda number: content_order(recorded, number))
+        groups += [[unit[i] for unit in units if i < len(unit)] for i in range(max(map(len, units)))]
     representative = list(range(len(recorded.calls)))
     members: dict[int, list[int]] = {}
-    for call in recorded.calls:
-        same = places.setdefault((call.prompt_vertex, call.end_vertex, call.model), [])
-        for candidate in same:
-            if not any(_are_samples(call, recorded.calls[other]) for other in members[candidate]):
-                representative[call.number] = candidate
-                members[candidate].append(call.number)
-                break
-        else:
-            same.append(call.number)
-            members[call.number] = [call.number]
+    for group in sorted(map(sorted, groups)):
+        members[group[0]] = group
+        for number in group:
+            representative[number] = group[0]
     return representative, members
 
 
-def _parents(recorded: Recorded, members: dict[int, list[int]], answered: list[int]) -> tuple[dict[int, int], int]:
+def _parents(
+    recorded: Recorded, members: dict[int, list[int]], answered: list[int], preferred: int
+) -> tuple[dict[int, int], int]:
     calls = recorded.calls
     ends: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number in answered:
@@ -128,13 +135,10 @@ def _parents(recorded: Recorded, members: dict[int, list[int]], answered: list[i
             hinted = [i for i in candidates if any(calls[m].model_call_id == hint for m in members[i])]
             refuted += not hinted and hint in by_id
             candidates = hinted or candidates
-        # Twins have the same ids; which of them goes on makes no difference to what is trained.
-        parent[number] = min(candidates, key=lambda i: _twin_order(calls[i]), default=NO_CALL)
+        if len(candidates) > 1:  # equal samples
+            candidates = [min(candidates, key=lambda i: (i != preferred, first_content(recorded, members[i])))]
+        parent[number] = candidates[0] if candidates else NO_CALL
     return parent, refuted
-
-
-def _twin_order(call: Call) -> tuple[bytes, tuple[str, int]]:
-    return call.generation_log_probs.tobytes(), call.key
 
 
 def _nearest_end(recorded: Recorded, vertex: int, ends: dict[int, list[int]], known: dict[int, int]) -> int:
@@ -152,45 +156,41 @@ def _nearest_end(recorded: Recorded, vertex: int, ends: dict[int, list[int]], kn
     return found
 
 
-def _difference(same: list[Call]) -> float:
-    log_probs = np.stack([call.generation_log_probs for call in same])
-    with np.errstate(invalid="ignore"):
-        spread = np.nanmax(log_probs, axis=0, initial=-np.inf) - np.nanmin(log_probs, axis=0, initial=np.inf)
-    known = spread[np.isfinite(spread)]
-    return float(known.max(initial=0.0))
-
-
-def _meanings(recorded: Recorded, same: list[int]) -> int:
-    """How many different policy versions and log-prob modes identical calls claim."""
-    answers = [recorded.calls[i].answer for i in same]
-    return len({repr((answer.policy_versions, answer.sampling.get("logprobs_mode"))) for answer in answers})
+def sound(recorded: Recorded, links: Links, number: int) -> list[Call]:
+    """Of identical calls those that are in no conflict; all if every one is."""
+    same = [recorded.calls[i] for i in links.members[number]]
+    return [call for call in same if call.record.outcome != "conflict"] or same
 
 
 def received(recorded: Recorded, links: Links, number: int) -> Call:
     """Of identical calls the one whose log-probs count.
 
-    The one that the client received; else the later one that ended before its continuation began; else the one with
-    the smaller content digest.
+    One that the client received; else the last that ended before its continuation began; else the one with the
+    smallest content digest.
     """
-    same = [recorded.calls[i] for i in links.members[number]]
-    if len(same) == 1:
-        return same[0]
-    full = [call for call in same if call.record.delivered == "full"]
-    if len(full) == 1:
-        return full[0]
-    same = full or same
-    following = [recorded.calls[i].record for i in links.children.get(number, ())]
-    for call in same:
-        others = [other for other in same if other is not call]
-        if all(recorded.is_before(other.record, call.record) for other in others) and any(
-            ended_before(call.record, record) for record in following
-        ):
-            return call
-    return min(same, key=lambda call: (content_digest(call.answer), call.key))
+    same = sound(recorded, links, number)
+    same = [call for call in same if call.record.delivered == "full"] or same
+    if len(same) > 1:
+        following = [recorded.calls[i].record for child in links.children.get(number, ()) for i in links.members[child]]
+        following = [record for record in following if record.begun_at is not None]
+        earlier = [
+            call for call in same if following and all(ended_before(call.record, record) for record in following)
+        ]
+        if earlier:
+            last = max(call.record.ended_at or 0.0 for call in earlier)
+            same = [call for call in earlier if call.record.ended_at == last]
+    return same[0] if len(same) == 1 else min(same, key=lambda call: content_order(recorded, call.number))
 
 
-def ended_before(one: CallRecord, other: CallRecord) -> bool:
-    """Whether `one` is known to have ended before `other` began."""
-    if not one.boot_id or one.boot_id != other.boot_id or one.ended_at is None or other.begun_at is None:
-        return False
-    return one.ended_at <= other.begun_at
+def _difference(same: list[Call]) -> float:
+    """The largest difference between known log-probs of identical calls."""
+    log_probs = np.stack([call.generation_log_probs for call in same])
+    log_probs[unknown_log_probs(log_probs)] = np.nan
+    spread = np.fmax.reduce(log_probs, axis=0) - np.fmin.reduce(log_probs, axis=0)
+    return float(spread[~np.isnan(spread)].max(initial=0.0))
+
+
+def _meanings(same: list[Call]) -> int:
+    """How many different policy versions and log-prob modes identical calls claim."""
+    answers = [call.answer for call in same]
+    return len({repr((answer.policy_versions, answer.sampling.get("logprobs_mode"))) for answer in answers})

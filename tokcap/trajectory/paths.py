@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from .links import NO_CALL, Links, chain_of
+from .links import NO_CALL, Links, chain_of, first_content
 from .recorded import Recorded
 from .tree import ROOT
 from .verdicts import Judged
@@ -43,7 +43,7 @@ def find_paths(
     for number, children in links.children.items():
         joined = [child for child in children if child not in split]
         if joined:
-            goes_on[number] = min(joined, key=rank)
+            goes_on[number] = _first(recorded, links, joined, rank)
     continued = set(goes_on.values())
     paths = []
     for number in links.answered:
@@ -59,13 +59,20 @@ def find_paths(
             path.trained == 0,
             not on_chain.intersection(path.owned),
             -path.trained,
-            *rank(path.end)[2:],
+            rank(path.end)[2:],
+            recorded.calls[path.end].key,
         )
     )
     return paths, _share(recorded, paths)
 
 
-Rank = Callable[[int], tuple[bool, int, int, int, bytes, tuple[str, int]]]
+Rank = Callable[[int], tuple[bool, int, int, int]]
+
+
+def _first(recorded: Recorded, links: Links, numbers: list[int], rank: Rank) -> int:
+    best = min(map(rank, numbers))
+    equal = [number for number in numbers if rank(number) == best]
+    return equal[0] if len(equal) == 1 else min(equal, key=lambda n: first_content(recorded, links.members[n]))
 
 
 def _ranking(recorded: Recorded, links: Links, judged: dict[int, Judged], scored: int) -> Rank:
@@ -77,16 +84,13 @@ def _ranking(recorded: Recorded, links: Links, judged: dict[int, Judged], scored
             below[parent] += below[number]
     chain = set(chain_of(links, scored))
 
-    def rank(number: int) -> tuple[bool, int, int, int, bytes, tuple[str, int]]:
+    def rank(number: int) -> tuple[bool, int, int, int]:
         call = recorded.calls[number]
-        # Ids decide before anything else; only calls with equal ids and log-probs are told apart by their names.
         return (
             number not in chain,
             -below[number],
             recorded.first[call.end_vertex],
             -call.prompt,
-            call.generation_log_probs.tobytes(),
-            call.key,
         )
 
     return rank

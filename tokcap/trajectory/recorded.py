@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from ..arrays import FloatArray, IdArray
 from ..entry import TokenEntry
@@ -79,16 +80,13 @@ class Recorded(msgspec.Struct, eq=False):
         """Whether the sequence of `vertex` starts with that of `ancestor` (or is it)."""
         return self.first[ancestor] <= self.first[vertex] <= self.last[ancestor]
 
-    def is_before(self, one: CallRecord, other: CallRecord) -> bool:
-        """Whether `one` is known to have come before `other`. False if their times don't compare.
-
-        Begin times decide; end times only where a begin is missing (a mark without an intent).
-        """
-        if not one.boot_id or one.boot_id != other.boot_id:
-            return False
-        if one.begun_at is not None and other.begun_at is not None:
-            return one.begun_at < other.begun_at
-        return one.ended_at is not None and other.ended_at is not None and one.ended_at < other.ended_at
+    def entry(self, call: Call) -> TokenEntry:
+        """The entry that was put, with its whole prompt."""
+        if len(call.answer.prompt_token_ids) == call.prompt:
+            return call.answer
+        prompt = np.empty(call.prompt, np.int32)
+        self.tree.ids_to(call.prompt_vertex, prompt)
+        return msgspec.structs.replace(call.answer, prompt_token_ids=prompt)
 
 
 def read_snapshot(snapshot: TokenCaptureSnapshot) -> Recorded:

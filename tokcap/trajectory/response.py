@@ -13,6 +13,7 @@ from ..protocol import TokenCaptureSnapshot
 from .build import Build, build
 from .gaps import may_be_within, missing_calls
 from .links import NO_CALL, chain_of
+from .samples import is_before
 
 __all__ = ("Rebuild", "rebuild_from", "rebuild_response")
 
@@ -80,7 +81,7 @@ def rebuild_from(built: Build, *, on_drift: Literal["last_segment", "mask"] = "l
     chain = [number for number in chain_of(built.links, scored) if built.recorded.calls[number].sampled]
     segments = _segments(built, scored)
     if not reasons:
-        reasons = _doubts(built, chain)
+        reasons = _doubts(built, chain) if chain else ["nothing_recorded"]
     if segments > 1 and on_drift == "mask":
         reasons.append("drift")
     reasons += [reason for reason in built.reasons if reason.startswith("strict:")]
@@ -155,7 +156,7 @@ def _doubts(built: Build, chain: list[int]) -> list[str]:
     for missing in missing_calls(recorded):
         inside = any(may_be_within(recorded, links, missing, earlier, later) for earlier, later in pairwise(chain))
         # Where a witness named the scored call, a lost call can't be it.
-        final = built.scored.number == NO_CALL and not recorded.is_before(missing, last)
+        final = built.scored.number == NO_CALL and not is_before(missing, last)
         if inside or final:
             reasons.append("lost_call")
             break

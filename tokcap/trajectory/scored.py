@@ -40,19 +40,26 @@ class Scored(msgspec.Struct, frozen=True):
 def attribute(recorded: Recorded, links: Links, witnesses: Witnesses) -> Scored:
     """Ask every witness. All that speak must name the same token sequence; each is silent on doubt."""
     by_content = _by_content(recorded, links, witnesses.response)
+    own_id = (witnesses.response or {}).get("id")
     named: dict[str, int] = {}
-    for witness, value in (("call_id", witnesses.call_id), ("response_id", witnesses.response_id)):
+    for witness, field, value in (
+        ("call_id", "model_call_id", witnesses.call_id),
+        ("response_id", "response_id", witnesses.response_id),
+        ("response.id", "response_id", own_id if isinstance(own_id, str) else ""),
+    ):
         if not value:
             continue
-        candidates = _by_id(recorded, links, witness, value)
-        if not candidates:
+        calls = [call for call in recorded.calls if getattr(call.answer, field) == value]
+        if witnesses.choice_index is not None:
+            calls = [call for call in calls if call.choice_index == witnesses.choice_index]
+        candidates = {links.representative[call.number] for call in calls}
+        if len(candidates) > 1:
+            candidates &= by_content
+        if len(candidates) == 1:
+            named[witness] = candidates.pop()
+        elif not calls and witness != "response.id":
+            # A harness may give its response an id of its own, which says nothing; an id that it declares is meant.
             return Scored(reason="no_such_call")
-        _speak(recorded, named, witness, candidates, by_content, witnesses.choice_index)
-    own_id = (witnesses.response or {}).get("id")
-    if isinstance(own_id, str) and own_id:
-        # A harness may give its response an id of its own; one that no call has says nothing.
-        candidates = _by_id(recorded, links, "response_id", own_id)
-        _speak(recorded, named, "response.id", candidates, by_content, witnesses.choice_index)
     # An earlier call with the same text can't be told from the last by content; never cut a chain there.
     ends = {number for number in by_content if not links.children.get(number)}
     if len(ends) == 1:
@@ -63,27 +70,6 @@ def attribute(recorded: Recorded, links: Links, witnesses: Witnesses) -> Scored:
     if len(places) > 1:
         return Scored(spoke=tuple(named), reason="witnesses_disagree")
     return Scored(min(named.values()), tuple(named)) if named else Scored()
-
-
-def _speak(
-    recorded: Recorded,
-    named: dict[str, int],
-    witness: str,
-    candidates: set[int],
-    by_content: set[int],
-    choice_index: int | None,
-) -> None:
-    if len(candidates) > 1 and choice_index is not None:
-        candidates = {i for i in candidates if recorded.calls[i].choice_index == choice_index}
-    if len(candidates) > 1:
-        candidates = candidates & by_content
-    if len(candidates) == 1:
-        named[witness] = next(iter(candidates))
-
-
-def _by_id(recorded: Recorded, links: Links, witness: str, value: str) -> set[int]:
-    field = "model_call_id" if witness == "call_id" else "response_id"
-    return {links.representative[call.number] for call in recorded.calls if getattr(call.answer, field) == value}
 
 
 def _by_content(recorded: Recorded, links: Links, response: Mapping[str, Any] | None) -> set[int]:

@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 from ..digests import answer_digest
-from ..protocol import CallRecord
-from .links import NO_CALL, Links, overlapped
+from .links import NO_CALL, Links, sound
 from .recorded import Call, Recorded
+from .samples import is_before, sample_units
 
 __all__ = ("Fate", "settle_siblings")
 
@@ -43,75 +43,46 @@ def settle_siblings(recorded: Recorded, links: Links, scored: int = NO_CALL) -> 
 def _settle_group(
     recorded: Recorded, links: Links, prompts: _Prompts, group: list[int], scored: int, fates: dict[int, Fate]
 ) -> None:
-    competing = []
-    for number in group:
-        if _is_aborted(recorded, links, number) and not links.children.get(number) and number != scored:
-            continued = prompts.run(number, links, [other for other in group if other != number])
-            fates[number] = Fate("kept" if continued else "aborted", continued)
-            if not continued:
-                continue
-        competing.append(number)
-    units = _units(recorded, links, competing)
-    if len(units) < 2:
-        return
-    kept = [unit for unit in units if scored in unit or any(links.children.get(number) for number in unit)]
-    verdict: Verdict = "abandoned"
-    if not kept:
-        decided = _decide(recorded, links, prompts, units)
-        if decided is None:
-            verdict = "ambiguous"
-        else:
-            kept = [decided]
-    for unit in units:
-        for number in unit:
-            # An answer that was cut off and went on counts as far as it went on, whatever its siblings did.
-            if unit not in kept and fates[number].continued is None:
-                fates[number] = Fate(verdict)
-
-
-def _is_aborted(recorded: Recorded, links: Links, number: int) -> bool:
-    return all(recorded.calls[i].record.outcome == "aborted" for i in links.members[number])
+    proven = {number for number in group if number == scored or links.children.get(number)}
+    cut_off = [number for number in group if number not in proven and _is_aborted(recorded, links, number)]
+    units = _units(recorded, links, [number for number in group if number not in cut_off])
+    if len(units) > 1:
+        kept = [unit for unit in units if not proven.isdisjoint(unit)]
+        verdict: Verdict = "abandoned"
+        if not kept:
+            decided = _decide(recorded, links, prompts, units, _units(recorded, links, cut_off))
+            verdict = "abandoned" if decided is not None else "ambiguous"
+            kept = [decided or []]
+        for unit in units:
+            if unit not in kept:
+                fates.update((number, Fate(verdict)) for number in unit)
+    kept_siblings = [number for number in group if number not in cut_off and fates[number].verdict == "kept"]
+    for number in cut_off:
+        continued = prompts.run(number, links, kept_siblings)
+        fates[number] = Fate("kept" if continued else "aborted", continued)
 
 
 def _units(recorded: Recorded, links: Links, numbers: list[int]) -> list[list[int]]:
     """Siblings that are samples of each other, together; each unit competes with the others."""
-    by_call: dict[str, list[int]] = defaultdict(list)
-    for number in numbers:
-        by_call[recorded.calls[number].model_call_id].append(number)
-    if len(by_call) == 1:
-        return list(by_call.values())
-    records = {call_id: recorded.calls[same[0]].record for call_id, same in by_call.items()}
-    full = {
-        call_id: record
-        for call_id, record in records.items()
-        if any(_full(recorded, links, number) for number in by_call[call_id])
-    }
-    units = [by_call[call_id] for call_id in by_call if call_id not in full]
-    unit: list[int] = []
-    end: CallRecord | None = None
-    # In order of their begin, a call is a sample beside those before it if it began before the last of them ended.
-    # Where times don't compare, both having reached the client is enough.
-    comparable = all(overlapped(one, one) is not None for one in full.values())
-    comparable = comparable and len({record.boot_id for record in full.values()}) == 1
-    for call_id in sorted(full, key=lambda i: (full[i].begun_at or 0.0, i)):
-        record = full[call_id]
-        if comparable and end is not None and not overlapped(end, record):
-            units.append(unit)
-            unit, end = [], None
-        unit = unit + by_call[call_id]
-        if end is None or (record.ended_at or 0.0) > (end.ended_at or 0.0):
-            end = record
-    if unit:
-        units.append(unit)
-    return units
+    if len(numbers) < 2:
+        return [numbers] if numbers else []
+    records = {number: [recorded.calls[i].record for i in links.members[number]] for number in numbers}
+    return sample_units(records, by_delivery_alone=True)
+
+
+def _is_aborted(recorded: Recorded, links: Links, number: int) -> bool:
+    return all(call.record.outcome == "aborted" for call in sound(recorded, links, number))
 
 
 def _full(recorded: Recorded, links: Links, number: int) -> bool:
     return any(recorded.calls[i].record.delivered == "full" for i in links.members[number])
 
 
-def _decide(recorded: Recorded, links: Links, prompts: _Prompts, units: list[list[int]]) -> list[int] | None:
+def _decide(
+    recorded: Recorded, links: Links, prompts: _Prompts, complete: list[list[int]], cut_off: list[list[int]]
+) -> list[int] | None:
     """The unit that the client went on with, although no later prompt holds its ids whole; None on doubt."""
+    units = complete + cut_off
     runs = [max(prompts.run(number, links) for number in unit) for unit in units]
     longest = max(runs)
     by_ids = [unit for unit, run in zip(units, runs, strict=True) if run == longest] if longest else []
@@ -121,10 +92,10 @@ def _decide(recorded: Recorded, links: Links, prompts: _Prompts, units: list[lis
     if by_text:
         both = [unit for unit in by_text if unit in by_ids] if by_ids else by_text
         return both[0] if len(both) == 1 else None
-    received = [unit for unit in units if any(_full(recorded, links, number) for number in unit)]
+    received = [unit for unit in complete if any(_full(recorded, links, number) for number in unit)]
     if len(received) == 1 and all(
         recorded.calls[i].record.delivered in ("no", "partly")
-        for unit in units
+        for unit in complete
         if unit is not received[0]
         for number in unit
         for i in links.members[number]
@@ -187,6 +158,5 @@ class _Prompts:
         """Whether `other` may have been asked after the call was; unknown order counts as later."""
         recorded = self._recorded
         return not all(
-            recorded.is_before(recorded.calls[other].record, recorded.calls[same].record)
-            for same in links.members[number]
+            is_before(recorded.calls[other].record, recorded.calls[same].record) for same in links.members[number]
         )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .behaviour import is_behaviour, unknown_log_probs
-from .links import Links, received
+from .links import Links, received, sound
 from .recorded import Call, Recorded
 from .siblings import Fate
 
@@ -55,7 +55,7 @@ def judge(
         call, fate = recorded.calls[number], fates[number]
         source = received(recorded, links, number)
         behaviour = is_behaviour(source.answer.sampling)
-        outcomes = {recorded.calls[i].record.outcome for i in links.members[number]}
+        outcomes = {same.record.outcome for same in sound(recorded, links, number)}
         verdict: Category = "trained"
         if call.model not in models:
             verdict = "other_model"
@@ -105,12 +105,23 @@ def account(recorded: Recorded, links: Links, judged: dict[int, Judged]) -> dict
     """How many ids were sampled, and how many of them are in each category.
 
     sampled = the sum of all categories. An answer that was sampled twice with the same ids counts twice: once as what
-    it is, and as `abandoned` for every repetition, because the client went on with one of them.
+    it is, and as `abandoned` for every repetition (unless more is wrong with it): the client went on with one of them.
     """
     counts: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
-    for found in judged.values():
+    repeated = 0
+    for number, found in judged.items():
         counts.update(found.counts)
-    repeated = sum(recorded.calls[number].sampled * (len(links.members[number]) - 1) for number in links.answered)
-    counts["abandoned"] += repeated
+        for i in links.members[number]:
+            if i != found.source.number:
+                counts[_verdict_of_repetition(found, recorded.calls[i])] += found.call.sampled
+                repeated += found.call.sampled
     sampled = sum(call.sampled for call in recorded.calls)
     return {"sampled": sampled, **counts, "repeated": repeated}
+
+
+def _verdict_of_repetition(found: Judged, call: Call) -> Category:
+    if found.verdict == "other_model":
+        return "other_model"
+    if call.record.outcome == "conflict":
+        return "conflict"
+    return "after_final" if found.verdict == "after_final" else "abandoned"

@@ -1,0 +1,93 @@
+"""Which calls are samples of each other, and when calls ran (rule 7)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from ..protocol import CallRecord
+
+__all__ = ("ended_before", "is_before", "overlapped", "sample_units")
+
+
+def is_before(one: CallRecord, other: CallRecord) -> bool:
+    """Whether `one` is known to have come before `other`; False if their times don't compare.
+
+    Begin times decide; end times only where a begin is missing (a mark without an intent).
+    """
+    if not one.boot_id or one.boot_id != other.boot_id:
+        return False
+    if one.begun_at is not None and other.begun_at is not None:
+        return one.begun_at < other.begun_at
+    return one.ended_at is not None and other.ended_at is not None and one.ended_at < other.ended_at
+
+
+def ended_before(one: CallRecord, other: CallRecord) -> bool:
+    """Whether `one` is known to have ended before `other` began."""
+    if not one.boot_id or one.boot_id != other.boot_id or one.ended_at is None or other.begun_at is None:
+        return False
+    return one.ended_at < other.begun_at
+
+
+def overlapped(one: CallRecord, other: CallRecord) -> bool | None:
+    """Whether two calls ran at the same time; None if their times don't compare."""
+    if not one.boot_id or one.boot_id != other.boot_id:
+        return None
+    if one.begun_at is None or one.ended_at is None or other.begun_at is None or other.ended_at is None:
+        return None
+    return one.begun_at <= other.ended_at and other.begun_at <= one.ended_at
+
+
+def sample_units(records: Mapping[int, Sequence[CallRecord]], *, by_delivery_alone: bool) -> list[list[int]]:
+    """Group calls, given with their records, into samples of each other.
+
+    Samples are choices of one call, and calls that ran at the same time and reached the client in full.
+    by_delivery_alone: without times that compare, having reached the client in full is enough.
+    """
+    units = _Units(records)
+    by_call: dict[str, int] = {}
+    timed: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+    untimed = []
+    for number, same in records.items():
+        for record in same:
+            units.join(by_call.setdefault(record.model_call_id, number), number)
+            if record.delivered != "full":
+                continue
+            if record.boot_id and record.begun_at is not None and record.ended_at is not None:
+                timed[record.boot_id].append((record.begun_at, record.ended_at, number))
+            else:
+                untimed.append(number)
+    for intervals in timed.values():
+        latest, number_of_latest = -float("inf"), -1
+        for begun, ended, number in sorted(intervals):
+            if begun <= latest:
+                units.join(number_of_latest, number)
+            if ended >= latest:
+                latest, number_of_latest = ended, number
+    if by_delivery_alone and (untimed or len(timed) > 1):
+        # Each of two groups whose times don't compare is joined with the other, so all are one.
+        everyone = [*untimed, *(number for intervals in timed.values() for *_, number in intervals)]
+        for number in everyone:
+            units.join(everyone[0], number)
+    return units.sorted()
+
+
+class _Units:
+    """Disjoint sets of numbers."""
+
+    def __init__(self, numbers: Mapping[int, object]) -> None:
+        self._above = {number: number for number in numbers}
+
+    def _top(self, number: int) -> int:
+        while self._above[number] != number:
+            self._above[number] = number = self._above[self._above[number]]
+        return number
+
+    def join(self, one: int, other: int) -> None:
+        self._above[self._top(other)] = self._top(one)
+
+    def sorted(self) -> list[list[int]]:
+        units: dict[int, list[int]] = defaultdict(list)
+        for number in self._above:
+            units[self._top(number)].append(number)
+        return list(units.values())

@@ -101,7 +101,7 @@ class _Answers:
     """Finds, on the way to a prompt, the answer of another call that it leaves."""
 
     def __init__(self, recorded: Recorded, links: Links, fates: dict[int, Fate]) -> None:
-        self._recorded, self._fates = recorded, fates
+        self._recorded, self._links, self._fates = recorded, links, fates
         self._passing: dict[int, list[int]] = defaultdict(list)
         for number in links.answered:
             call = recorded.calls[number]
@@ -123,12 +123,18 @@ class _Answers:
                 if other.model == call.model
                 and other.prompt < call.prompt  # a conversation grows, whatever became of its beginning
                 and not recorded.below(other.end_vertex, below)
-                and not is_before(call.record, other.record)
+                and self._may_precede(other, call)
             ]
             if leaving:
                 return min(leaving, key=self._preference), depth[vertex]
             below, vertex = vertex, parent[vertex]
         return None
+
+    def _may_precede(self, one: Call, other: Call) -> bool:
+        calls, members = self._recorded.calls, self._links.members
+        return not all(
+            is_before(calls[b].record, calls[a].record) for a in members[one.number] for b in members[other.number]
+        )
 
     def _preference(self, call: Call) -> tuple[bool, int, tuple[str, int]]:
         return self._fates[call.number].verdict != "kept", self._recorded.first[call.end_vertex], call.key
@@ -139,7 +145,8 @@ class _EarlierPrompts:
 
     def __init__(self, recorded: Recorded) -> None:
         self._recorded = recorded
-        self._calls = sorted(recorded.calls, key=lambda call: recorded.first[call.prompt_vertex])
+        answered = (call for call in recorded.calls if call.sampled)
+        self._calls = sorted(answered, key=lambda call: recorded.first[call.prompt_vertex])
         self._ranks = [recorded.first[call.prompt_vertex] for call in self._calls]
         boots: dict[str, int] = {"": -1}
         self._boot = np.array([boots.setdefault(c.record.boot_id, len(boots)) for c in self._calls], np.int64)
@@ -158,7 +165,7 @@ class _EarlierPrompts:
         while vertex != ROOT and depth[vertex] > extended:
             start = bisect_left(self._ranks, recorded.first[vertex])
             stop = bisect_right(self._ranks, recorded.last[vertex])
-            if stop - start > 1:
+            if stop > start:
                 earlier = (self._boot[start:stop] == boot) & (self._begun[start:stop] < begun)
                 for place in np.flatnonzero(earlier).tolist():
                     other = self._calls[start + place]

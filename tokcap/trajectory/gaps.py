@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..protocol import CallRecord
 from .links import NO_CALL, Links
 from .recorded import Recorded
-from .samples import is_before
+from .samples import began_before, ended_first
 
 __all__ = ("find_gaps", "may_be_within", "missing_calls")
 
@@ -37,5 +37,7 @@ def may_be_within(recorded: Recorded, links: Links, missing: CallRecord, earlier
     if missing.model_call_id and any(record.model_call_id == missing.model_call_id for record in (*after, *before)):
         return False  # one of whose choices some are recorded: it lies beside them
     # Identical calls have one prompt and one answer: the first of them shows that they were there by then.
-    before_all = bool(after) and all(is_before(missing, record) for record in after)
-    return not before_all and not any(is_before(record, missing) for record in before)
+    if any(began_before(record, missing) for record in before):
+        return False
+    # An answer is released when its record is stored, so what had ended by then was not asked because of it.
+    return not after or not all(began_before(missing, r) or ended_first(missing, r) for r in after)

@@ -13,7 +13,7 @@ from ..protocol import TokenCaptureSnapshot
 from .build import Build, build
 from .gaps import may_be_within, missing_calls
 from .links import NO_CALL, chain_of
-from .samples import is_before
+from .samples import began_before
 
 __all__ = ("Rebuild", "rebuild_from", "rebuild_response")
 
@@ -156,7 +156,7 @@ def _doubts(built: Build, chain: list[int]) -> list[str]:
     for missing in missing_calls(recorded):
         inside = any(may_be_within(recorded, links, missing, earlier, later) for earlier, later in pairwise(chain))
         # Where a witness named the scored call, a lost call can't be it.
-        final = built.scored.number == NO_CALL and not is_before(missing, last)
+        final = built.scored.number == NO_CALL and not began_before(missing, last)
         if inside or final:
             reasons.append("lost_call")
             break

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..protocol import CallRecord
 
-__all__ = ("ended_before", "is_before", "overlapped", "sample_units")
+__all__ = ("began_before", "ended_before", "ended_first", "is_before", "overlapped", "sample_units")
 
 
 def is_before(one: CallRecord, other: CallRecord) -> bool:
@@ -22,11 +22,25 @@ def is_before(one: CallRecord, other: CallRecord) -> bool:
     return one.ended_at is not None and other.ended_at is not None and one.ended_at < other.ended_at
 
 
+def began_before(one: CallRecord, other: CallRecord) -> bool:
+    """Whether `one` is known to have begun before `other`. When a loss was noted says nothing of when it began."""
+    if not one.boot_id or one.boot_id != other.boot_id or one.begun_at is None or other.begun_at is None:
+        return False
+    return one.begun_at < other.begun_at
+
+
 def ended_before(one: CallRecord, other: CallRecord) -> bool:
     """Whether `one` is known to have ended before `other` began."""
     if not one.boot_id or one.boot_id != other.boot_id or one.ended_at is None or other.begun_at is None:
         return False
     return one.ended_at < other.begun_at
+
+
+def ended_first(one: CallRecord, other: CallRecord) -> bool:
+    """Whether `one` is known to have ended before `other` ended."""
+    if not one.boot_id or one.boot_id != other.boot_id or one.ended_at is None or other.ended_at is None:
+        return False
+    return one.ended_at < other.ended_at
 
 
 def overlapped(one: CallRecord, other: CallRecord) -> bool | None:

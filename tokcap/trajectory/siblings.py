@@ -56,9 +56,10 @@ def _settle_group(
         for unit in units:
             if unit not in kept:
                 fates.update((number, Fate(verdict)) for number in unit)
-    kept_siblings = [number for number in group if number not in cut_off and fates[number].verdict == "kept"]
+    # A prompt that may have gone on with a sibling's answer is no proof that it went on with this one.
+    rivals = [number for number in group if number not in cut_off and fates[number].verdict != "abandoned"]
     for number in cut_off:
-        continued = prompts.run(number, links, kept_siblings)
+        continued = prompts.run(number, links, rivals)
         fates[number] = Fate("kept" if continued else "aborted", continued)
 
 

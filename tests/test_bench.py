@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import builds
 from bench.candidates import CANDIDATES, run
 from bench.report import main
 from bench.workload import Workload, calls
@@ -45,3 +46,13 @@ def test_the_report_prints_a_table(
     assert main() == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(CANDIDATES)
+
+
+def test_the_table_of_builds_has_three_sizes_of_every_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOKCAP_BENCH_DIR", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["builds", "--rounds", "1", "--shrink", "50"])
+    assert builds.main() == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 3 * len(builds.SHAPES)

@@ -484,6 +484,8 @@ def _drifts(nodes: list[_Node], parents: dict[Key, _Node | None], fates: dict[Ke
             other
             for other in nodes
             if other.model == node.model
+            and other.ids
+            and not _all_before(node, other)
             and len(other.prompt) < len(node.prompt)
             and _begins_with(node.prompt, other.prompt[: max(len(other.prompt) - _BOUNDARY, 0)])
             and not _begins_with(node.prompt, other.sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .entry import TokenEntry
@@ -9,29 +10,75 @@ from .protocol import CallRecord, TokenCaptureSnapshot, TokenSink, TokenSource
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .capture import capture_tokens, captured_call
+    from .config import (
+        TokenIdCaptureConfig,
+        TokenIdCaptureSettings,
+        process_sink,
+        process_source,
+        token_id_capture_config,
+        token_id_capture_enabled_for_agent,
+    )
+    from .delivery import consume, finalize_rollout, retire_rollout
+    from .installed import install_token_sink, install_token_source, installed_token_sink, installed_token_source
     from .store import FileStore, RolloutStat, Snapshot
+    from .trajectory import Build, Rebuild, Trajectory, build, rebuild_response
 
 __all__ = (
+    "Build",
     "CallRecord",
     "FileStore",
+    "Rebuild",
     "RolloutStat",
     "Snapshot",
     "TokenCaptureSnapshot",
     "TokenEntry",
+    "TokenIdCaptureConfig",
+    "TokenIdCaptureSettings",
     "TokenSink",
     "TokenSource",
+    "Trajectory",
     "__version__",
+    "build",
+    "capture_tokens",
+    "captured_call",
+    "consume",
+    "finalize_rollout",
+    "install_token_sink",
+    "install_token_source",
+    "installed_token_sink",
+    "installed_token_source",
+    "process_sink",
+    "process_source",
+    "rebuild_response",
+    "retire_rollout",
+    "token_id_capture_config",
+    "token_id_capture_enabled_for_agent",
 )
 
-_STORE_NAMES = ("FileStore", "RolloutStat", "Snapshot")
+_HOMES = {
+    "capture": ("capture_tokens", "captured_call"),
+    "config": (
+        "TokenIdCaptureConfig",
+        "TokenIdCaptureSettings",
+        "process_sink",
+        "process_source",
+        "token_id_capture_config",
+        "token_id_capture_enabled_for_agent",
+    ),
+    "delivery": ("consume", "finalize_rollout", "retire_rollout"),
+    "installed": ("install_token_sink", "install_token_source", "installed_token_sink", "installed_token_source"),
+    "store": ("FileStore", "RolloutStat", "Snapshot"),
+    "trajectory": ("Build", "Rebuild", "Trajectory", "build", "rebuild_response"),
+}
+
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    # A server that only checks whether capture is on need not load the engine.
-    if name in _STORE_NAMES:
-        from . import store
-
-        return getattr(store, name)
+    # Loaded when asked for: a server that only checks whether capture is on needs neither the engine nor the builder.
+    if name in _HOME_OF:
+        return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from .links import NO_CALL, Links
+from .links import NO_CALL, Links, first_content
 from .recorded import Call, Recorded
 from .samples import is_before
 from .siblings import Fate
@@ -126,7 +126,7 @@ class _Answers:
                 and self._may_precede(other, call)
             ]
             if leaving:
-                return min(leaving, key=self._preference), depth[vertex]
+                return self._first(leaving), depth[vertex]
             below, vertex = vertex, parent[vertex]
         return None
 
@@ -136,8 +136,18 @@ class _Answers:
             is_before(calls[b].record, calls[a].record) for a in members[one.number] for b in members[other.number]
         )
 
-    def _preference(self, call: Call) -> tuple[bool, int, tuple[str, int]]:
-        return self._fates[call.number].verdict != "kept", self._recorded.first[call.end_vertex], call.key
+    def _first(self, calls: list[Call]) -> Call:
+        """Those that were kept first; then by ids, the later cut, and the content of equal samples."""
+
+        def rank(call: Call) -> tuple[bool, int, int]:
+            kept = self._fates[call.number].verdict == "kept"
+            return not kept, self._recorded.first[call.end_vertex], -call.prompt
+
+        best = min(map(rank, calls))
+        equal = [call for call in calls if rank(call) == best]
+        if len(equal) == 1:
+            return equal[0]
+        return min(equal, key=lambda call: first_content(self._recorded, self._links.members[call.number]))
 
 
 class _EarlierPrompts:

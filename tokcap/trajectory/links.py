@@ -37,6 +37,9 @@ class Links(msgspec.Struct, eq=False):
     parent: dict[int, int]
     """Of each representative: the representative that it continues, or NO_CALL."""
     children: dict[int, list[int]]
+    """Of a representative: those that continue it and have sampled ids."""
+    extended: set[int]
+    """Representatives that a later prompt holds whole, whether or not anything was sampled after it."""
     answered: list[int]
     """Representatives that have sampled ids."""
     unclear: set[int]
@@ -58,7 +61,8 @@ def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
     for number in answered:
         if parent[number] != NO_CALL:
             children[parent[number]].append(number)
-    links = Links(representative, members, parent, children, answered, set(), 0.0, refuted)
+    extended = {number for number in parent.values() if number != NO_CALL}
+    links = Links(representative, members, parent, children, extended, answered, set(), 0.0, refuted)
     for number in answered:
         same = sound(recorded, links, number) if len(members[number]) > 1 else []
         if len(same) > 1:

@@ -61,7 +61,7 @@ def attribute(recorded: Recorded, links: Links, witnesses: Witnesses) -> Scored:
             # A harness may give its response an id of its own, which says nothing; an id that it declares is meant.
             return Scored(reason="no_such_call")
     # An earlier call with the same text can't be told from the last by content; never cut a chain there.
-    ends = {number for number in by_content if not links.children.get(number)}
+    ends = {number for number in by_content if number not in links.extended}
     if len(ends) == 1:
         named["content"] = ends.pop()
     places = {

@@ -43,7 +43,7 @@ def settle_siblings(recorded: Recorded, links: Links, scored: int = NO_CALL) -> 
 def _settle_group(
     recorded: Recorded, links: Links, prompts: _Prompts, group: list[int], scored: int, fates: dict[int, Fate]
 ) -> None:
-    proven = {number for number in group if number == scored or links.children.get(number)}
+    proven = {number for number in group if number == scored or number in links.extended}
     cut_off = [number for number in group if number not in proven and _is_aborted(recorded, links, number)]
     units = _units(recorded, links, [number for number in group if number not in cut_off])
     if len(units) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from ..protocol import CallRecord
 
@@ -67,13 +68,17 @@ def sample_units(records: Mapping[int, Sequence[CallRecord]], *, by_delivery_alo
             units.join(by_call.setdefault(record.model_call_id, number), number)
             if record.delivered != "full":
                 continue
-            if record.boot_id and record.begun_at is not None and record.ended_at is not None:
-                timed[record.boot_id].append((record.begun_at, record.ended_at, number))
-            else:
+            begun, ended = record.begun_at, record.ended_at
+            if not record.boot_id or (begun is None and ended is None):
                 untimed.append(number)
+            elif by_delivery_alone or (begun is not None and ended is not None):
+                # What is not known may have been long ago, or not yet.
+                interval = (-inf if begun is None else begun, inf if ended is None else ended)
+                timed[record.boot_id].append((*interval, number))
     for intervals in timed.values():
-        latest, number_of_latest = -float("inf"), -1
-        for begun, ended, number in sorted(intervals):
+        intervals.sort()
+        latest, number_of_latest = intervals[0][1:]
+        for begun, ended, number in intervals:
             if begun <= latest:
                 units.join(number_of_latest, number)
             if ended >= latest:

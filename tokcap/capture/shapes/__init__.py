@@ -1,0 +1,56 @@
+"""Ids and log-probs out of the answers of model servers, whatever engine and dialect.
+
+`parse_answer` reads a whole answer, `StreamJoiner` makes one of a stream, and `SHAPES` lists what is known:
+
+| shape | prompt ids | sampled ids | log-probs |
+|---|---|---|---|
+| `nemo-chat` | `choices[].message.prompt_token_ids` | `.generation_token_ids` | `.generation_log_probs` |
+| `dynamo` | `nvext.engine_data.prompt_token_ids` | `.completion_token_ids` | `.completion_logprobs` |
+| `sglang-chat` | `choices[].prompt_token_ids`, `sglext.input_ids` | `choices[].response_token_ids`, \
+`.meta_info.output_token_logprobs`, `sglext.output_ids` | `choices[].meta_info`, `.logprobs.content` |
+| `sglang-completions` | `choices[].prompt_token_ids` | `choices[].token_ids` | `choices[].logprobs.token_logprobs` |
+| `sglang-generate` | `prompt_token_ids` | `output_ids`, `meta_info.output_token_logprobs` | the same triples |
+| `trtllm-completions` | `prompt_token_ids` | `choices[].token_ids` | `choices[].logprobs.token_logprobs` |
+| `vllm-chat` | `prompt_token_ids` | `choices[].token_ids` | `choices[].logprobs.content` |
+| `vllm-completions` | `choices[].prompt_token_ids` | `choices[].token_ids` | `choices[].logprobs.token_logprobs` |
+| `vllm-generate` | `prompt_token_ids` | `choices[].token_ids` | `choices[].logprobs.content` |
+| `vllm-chat-token-names` | none of its own | `choices[].logprobs.content[].token` | `choices[].logprobs.content` |
+| `nemo-responses` | `output[].prompt_token_ids` | `.generation_token_ids` | `.generation_log_probs` |
+| `vllm-responses` | `input_messages[0].tokens` | `output_messages[0].tokens` | `output[].content[].logprobs` |
+| `tgi-generate` | `details.prefill` | `details.tokens` | `details.tokens` |
+| `tinker-sample` | none: refused | `sequences[].tokens` | `sequences[].logprobs` |
+
+The shape names who spoke; the places of all shapes of a dialect are read in any case, and all that hold ids must
+agree. Ids are taken from where an engine writes them and never made from text or bytes. Either a record is exact and
+whole, or `UnusableAnswerError` says why it isn't:
+
+- two places disagree; ids of some choices only, or of fewer choices than were asked for; sampled ids without prompt
+  ids, or the other way round;
+- another number of ids than the engine counts (`usage`, `meta_info`, `details`), which is how ids swallowed by a tool
+  parser show; a count that is absent abstains;
+- another number of log-probs than ids. A log-prob that is null or NaN stays unknown; none is padded, dropped, or
+  looked up by text; -9999.0 is kept and listed as clamped. `echo: true` makes the columns of completions cover the
+  prompt as well, and only then may they be longer;
+- an id that is no integer from 0 to 2^31 - 1.
+
+What is beside the ids (spans of weights, routed experts, pieces) never costs a record: what can't be true is left out
+and noted in `extra`.
+"""
+
+from __future__ import annotations
+
+from .answer import ParsedAnswer, ParsedChoice, Shape
+from .events import EventSplitter, decode_json
+from .joiner import StreamJoiner
+from .table import SHAPES, parse_answer
+
+__all__ = (
+    "SHAPES",
+    "EventSplitter",
+    "ParsedAnswer",
+    "ParsedChoice",
+    "Shape",
+    "StreamJoiner",
+    "decode_json",
+    "parse_answer",
+)

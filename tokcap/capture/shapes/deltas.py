@@ -1,0 +1,158 @@
+"""Chunks of OpenAI-style streams put together: chat, completions and vLLM's own generate route."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import Any
+
+from ...errors import UnusableAnswerError
+from .places import as_dict, as_list, text
+
+__all__ = ("ChunkedAnswer",)
+
+_LISTS = ("token_ids", "response_token_ids", "sampling_mask")
+_TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_NO_ENTRY = {"token": "", "logprob": None, "bytes": None}
+
+
+class _Choice:
+    """One choice, as far as it was streamed. Lists of the chunks are joined, other values replaced by later ones."""
+
+    def __init__(self, index: Any) -> None:
+        self.values: dict[str, Any] = {"index": index}
+        self.texts: dict[str, list[str]] = {}
+        self.message: dict[str, Any] = {}
+        self.calls: dict[Any, dict[str, Any]] = {}
+        self.entries: list[Any] = []
+        self.columns: dict[str, list[Any]] = {}
+        self.has_log_probs = self.by_column = self.has_message = self.has_text = False
+
+    @property
+    def finished(self) -> bool:
+        return self.values.get("finish_reason") is not None
+
+    def add(self, part: dict[str, Any]) -> None:
+        for key, value in part.items():
+            if key == "delta":
+                self.has_message = True
+                self._add_delta(as_dict(value))
+            elif key == "text":
+                self.has_text = self.has_text or value is not None
+                self._add_text(key, value)
+            elif key == "prompt_token_ids":
+                self.set_prompt(value)
+            elif key in _LISTS and isinstance(value, list):
+                self.values.setdefault(key, []).extend(value)
+            elif key not in ("logprobs", "index") and value is not None:
+                self.values[key] = value
+        ids = part.get("token_ids", part.get("response_token_ids"))
+        self._add_log_probs(part.get("logprobs"), len(ids) if isinstance(ids, list) else 0)
+
+    def set_prompt(self, value: Any) -> None:
+        if value is None:
+            return
+        if self.values.setdefault("prompt_token_ids", value) != value:
+            raise UnusableAnswerError(f"the stream gives two different prompts for choice {self.values['index']}")
+
+    def _add_delta(self, delta: dict[str, Any]) -> None:
+        for key, value in delta.items():
+            if key in _TEXTS and isinstance(value, str):
+                self._add_text(key, value)
+            elif key == "tool_calls":
+                for position, call in enumerate(as_list(value)):
+                    self._add_call(as_dict(call), position)
+            elif value is not None:
+                self.message[key] = value
+
+    def _add_text(self, key: str, value: Any) -> None:
+        if isinstance(value, str):
+            self.texts.setdefault(key, []).append(value)
+
+    def _add_call(self, part: dict[str, Any], position: int) -> None:
+        index = part.get("index")
+        call = self.calls.setdefault(index if type(index) is int else position, {"function": {}})
+        for key, value in part.items():
+            if key not in ("function", "index") and value is not None:
+                call[key] = value
+        for key, value in as_dict(part.get("function")).items():
+            if key == "arguments" and isinstance(value, str):
+                call["function"].setdefault(key, []).append(value)
+            elif value:
+                call["function"][key] = value
+
+    def _add_log_probs(self, value: Any, ids: int) -> None:
+        # A chunk whose log-probs are missing leaves the positions of its ids unknown, instead of shifting the rest.
+        logprobs = as_dict(value)
+        content, numbers = logprobs.get("content"), logprobs.get("token_logprobs")
+        if isinstance(content, list) and content:
+            self.has_log_probs = True
+            self.entries.extend(content)
+        elif isinstance(numbers, list) and numbers:
+            self.has_log_probs = self.by_column = True
+            for key in _COLUMNS:
+                found = logprobs.get(key)
+                whole = found if isinstance(found, list) and len(found) == len(numbers) else [None] * len(numbers)
+                self.columns.setdefault(key, []).extend(whole)
+        else:
+            self.entries.extend(repeat(_NO_ENTRY, ids))
+            for key in _COLUMNS:
+                self.columns.setdefault(key, []).extend(repeat(None, ids))
+
+    def joined(self) -> dict[str, Any]:
+        choice = dict(self.values)
+        texts = {key: "".join(parts) for key, parts in self.texts.items()}
+        if self.has_text:
+            choice["text"] = texts.pop("text", "")
+        if self.has_message:
+            choice["message"] = {**self.message, **texts}
+            if self.calls:
+                choice["message"]["tool_calls"] = [_joined_call(call) for call in self.calls.values()]
+        if self.has_log_probs:
+            choice["logprobs"] = self.columns if self.by_column else {"content": self.entries}
+        return choice
+
+
+class ChunkedAnswer:
+    """The answer that the chunks of a stream make."""
+
+    def __init__(self) -> None:
+        self._root: dict[str, Any] = {}
+        self._choices: dict[Any, _Choice] = {}
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        """One chunk. Raises `UnusableAnswerError` if it contradicts an earlier one."""
+        parts = as_list(chunk.get("choices"))
+        for position, part in enumerate(map(as_dict, parts)):
+            index = part.get("index")
+            index = index if type(index) is int else position
+            self._choices.setdefault(index, _Choice(index)).add(part)
+        for key, value in chunk.items():
+            if key == "choices" or value is None:
+                continue
+            known = self._root.get(key)
+            if key == "prompt_token_ids" and known is not None:
+                # The chunk that opens a choice repeats the prompt.
+                if known != value:
+                    raise UnusableAnswerError("the stream gives two different prompts at the root")
+            elif isinstance(known, dict) and isinstance(value, dict) and key in ("sglext", "nvext", "metadata"):
+                self._root[key] = {**known, **value}
+            else:
+                self._root[key] = value
+
+    def finished(self, choices: int) -> bool:
+        """Whether each of `choices` choices has a finish reason."""
+        return len(self._choices) >= choices and all(choice.finished for choice in self._choices.values())
+
+    def answer(self) -> dict[str, Any]:
+        """As it would have been without streaming."""
+        choices = [self._choices[index].joined() for index in sorted(self._choices)]
+        name = text(self._root.get("object")).removesuffix(".chunk")
+        return {**self._root, **({"object": name} if name else {}), "choices": choices}
+
+
+def _joined_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), list):
+        function["arguments"] = "".join(function["arguments"])
+    return {**call, "function": function}

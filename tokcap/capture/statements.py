@@ -1,0 +1,196 @@
+"""What is said to a sink about one call, with the methods that the sink has. After generation nothing here raises."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..digests import request_digests
+from ..entry import TokenEntry
+from ..errors import CaptureError, ConflictError, TokcapError
+from ..protocol import Delivered, SettledOutcome, TokenSink
+from .context import CaptureContext
+
+__all__ = ("apart", "begin", "deliver", "described", "settle_as", "store")
+
+logger = logging.getLogger("tokcap.capture")
+
+_begin_arguments: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
+_running: set[asyncio.Task[None]] = set()
+_MOST_WORDS = 1000
+
+
+async def apart(context: CaptureContext, write: Callable[[], Awaitable[object]]) -> None:
+    """Run `write` in a task of its own, after the writes of this call that were begun before it.
+
+    A caller that is cancelled leaves it running: a client that goes away, or a cancel scope that cancels every await
+    again, must not cost a record that is being written.
+    """
+    before = context.writing
+
+    async def in_turn() -> None:
+        # That of another event loop, as an engine may have one, can't be awaited here.
+        if before is not None and not before.done() and before.get_loop() is asyncio.get_running_loop():
+            await asyncio.wait({before})
+        await write()
+
+    task = asyncio.create_task(in_turn())
+    context.writing = task
+    _running.add(task)  # the loop itself holds tasks weakly
+    task.add_done_callback(_running.discard)
+    await asyncio.shield(task)
+
+
+async def begin(context: CaptureContext) -> None:
+    """The durable intent, if the sink knows intents. Raises `TokcapError`s of the sink, anything else as
+    `CaptureError`."""
+    begin_call = getattr(context.sink, "begin_call", None)
+    if begin_call is None or context.intent_registered:
+        return
+    try:
+        accepted = _accepted(begin_call)
+        known = {
+            "choices": context.choices,
+            "retry_count": context.retry_count,
+            "idempotency_key": context.idempotency_key,
+        }
+        if "request_digests" in accepted:
+            known["request_digests"] = _digests(context)
+        await begin_call(
+            context.rollout_id, context.model_call_id, **{key: known[key] for key in known if key in accepted}
+        )
+    except TokcapError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{_where(context)}: the intent could not be written ({described(error)}); don't generate"
+        ) from error
+    context.intent_registered = True
+
+
+async def store(context: CaptureContext, entries: Sequence[TokenEntry]) -> bool:
+    """Put the entries of one call. True: they are durable. False: the call is in conflict, or settled as lost."""
+    try:
+        if context.sink is not None:
+            await _put(context.sink, context, entries)
+    except ConflictError as error:
+        # The sink has made the conflict durable, and it outranks whatever could be said here.
+        context.outcome, context.reason = "conflict", described(error)
+        logger.warning("%s: another content is stored for this call: %s", _where(context), context.reason)
+    except Exception as error:
+        await settle_as(context, "lost", f"the record could not be stored: {described(error)}")
+    else:
+        return True
+    return False
+
+
+async def _put(sink: TokenSink, context: CaptureContext, entries: Sequence[TokenEntry]) -> None:
+    put_many = getattr(sink, "put_many", None)
+    if put_many is not None and len(entries) > 1:
+        await put_many(list(entries))
+        context.stored_choices.update(entry.choice_index for entry in entries)
+        return
+    for entry in entries:
+        await sink.put(entry)
+        context.stored_choices.add(entry.choice_index)
+
+
+async def settle_as(context: CaptureContext, outcome: SettledOutcome, detail: str = "") -> None:
+    """Say how a call ended. A sink that fails is logged, with what shows the call all the same."""
+    if context.outcome == outcome:
+        return
+    detail = detail[:_MOST_WORDS]
+    if outcome == "lost":
+        logger.warning("%s: lost: %s", _where(context), detail)
+    else:
+        logger.debug("%s: %s: %s", _where(context), outcome, detail)
+    if context.sink is not None:
+        try:
+            await _settle(context.sink, context, outcome, detail)
+        except Exception as error:
+            context.reason = detail
+            shown = (
+                "its intent is stored and shows it as open"
+                if context.intent_registered
+                else "nothing stored shows that this call happened; don't train on the rollout"
+            )
+            logger.error(
+                "%s: could not be settled as %s (%s): %s; %s",
+                _where(context),
+                outcome,
+                detail,
+                described(error),
+                shown,
+            )
+            return
+    context.outcome, context.reason = outcome, detail
+
+
+async def _settle(sink: TokenSink, context: CaptureContext, outcome: SettledOutcome, detail: str) -> None:
+    settle_call = getattr(sink, "settle_call", None)
+    if settle_call is not None:
+        await settle_call(context.rollout_id, context.model_call_id, outcome, detail)
+    elif outcome != "no_generation":
+        await sink.mark_incomplete(context.rollout_id, context.model_call_id)
+
+
+async def deliver(context: CaptureContext, delivered: Delivered) -> None:
+    """Note how much of the answer the client received, if the sink keeps such notes."""
+    note = getattr(context.sink, "note_delivery", None)
+    if note is None:
+        return
+    try:
+        await note(context.rollout_id, context.model_call_id, delivered)
+    except Exception as error:
+        logger.warning("%s: delivery %s could not be noted: %s", _where(context), delivered, described(error))
+
+
+def described(error: BaseException) -> str:
+    """An error in words that hold no content: messages of foreign errors may quote what a model said."""
+    if isinstance(error, (TokcapError, OSError)):
+        return f"{type(error).__name__}: {error}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = "" if trace is None else f" in {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+    return f"{type(error).__name__}{place}"
+
+
+def _where(context: CaptureContext) -> str:
+    return f"rollout {context.rollout_id}, call {context.model_call_id}"
+
+
+def _digests(context: CaptureContext) -> tuple[bytes, ...]:
+    if context.request_digests is None:
+        try:
+            context.request_digests = () if context.request is None else request_digests(context.request)
+        except Exception as error:  # a body that is none; the engine will say so
+            context.request_digests = ()
+            logger.warning("%s: the request has no digests: %s", _where(context), described(error))
+    return context.request_digests
+
+
+def _accepted(begin_call: Callable[..., Any]) -> frozenset[str]:
+    """Which of the known arguments a `begin_call` takes beside the two ids."""
+    function = getattr(begin_call, "__func__", begin_call)
+    try:
+        return _begin_arguments[function]
+    except (KeyError, TypeError):  # TypeError: some callables can't be keys
+        pass
+    optional = frozenset(("choices", "request_digests", "retry_count", "idempotency_key"))
+    try:
+        parameters = inspect.signature(begin_call).parameters.values()
+    except (ValueError, TypeError):  # built in, without a signature
+        return frozenset()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        optional &= {parameter.name for parameter in parameters if parameter.kind in named}
+    with suppress(TypeError):
+        _begin_arguments[function] = optional
+    return optional

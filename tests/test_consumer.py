@@ -462,6 +462,24 @@ def test_a_late_mark_that_changes_what_is_trained_brings_the_newer_version_out(s
     asyncio.run(body())
 
 
+def test_the_loop_does_not_end_while_a_rollout_is_being_retired(stores: MakeStore) -> None:
+    async def body() -> None:
+        store = stores()
+        await two_turns(store, "a")
+        async with consume(store, ["a"]) as rollouts:
+            first = await anext(rollouts)
+            await conflict(stores(), "a", "c2")
+            done = asyncio.ensure_future(first.done())
+            newer = await anext(rollouts)
+            assert (newer.version, newer.replaces) == (2, 1)
+            assert not await done
+            with pytest.raises(StopAsyncIteration):
+                await anext(rollouts)
+        await store.close()
+
+    asyncio.run(body())
+
+
 def test_hazard_18_a_rollout_that_was_reset_meanwhile_is_neither_retired_nor_frozen(store_dir: Path) -> None:
     async def body() -> None:
         async with FileStore(store_dir) as store:

@@ -300,7 +300,8 @@ def test_a_rollout_that_could_not_be_looked_at_again_is_told_later(
     async def body() -> None:
         async with FileStore(store_dir) as store:
             await finished_turn(store, "a")
-            one, failures = StoreLooks.one, []
+            one = StoreLooks.one
+            failures: list[str] = []
 
             async def failing_once(self: StoreLooks, rollout_id: str) -> Look:
                 if not failures:

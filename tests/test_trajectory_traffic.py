@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from tests import recordings
 from tests.recordings import RecordedCall, RecordedRollout
 from tokcap import FileStore, Snapshot, TokenEntry
-from tokcap.trajectory import Build, build
+from tokcap.capture import capture_tokens, captured_call
+from tokcap.capture.shapes import StreamJoiner
+from tokcap.trajectory import Build, build, rebuild_from
 from tokcap.trajectory.verdicts import CATEGORIES
 
 NAMES = [name for name in recordings.names() if name != "edges-0"]
@@ -142,3 +145,95 @@ def test_drift_is_found_in_50_of_143_chat_turns_each_with_its_index(built: Built
             assert report.kept + report.lost == len(earlier.generation_token_ids)
         assert not reports
     assert (seen, drifted) == (143, 50)
+
+
+# ---- the same through the capture point
+
+
+async def captured(directory: Path, recorded: RecordedRollout) -> Snapshot:
+    """The bodies as a server has them, one call after another, with intents."""
+    store = FileStore(directory, require_intent=True)
+    for call in recorded.calls:
+        if not call.generates:
+            continue  # no context, no trace
+        async with captured_call(store, recorded.rollout_id, call.model_call_id, request=call.request, path=call.path):
+            if call.sse is None:
+                await capture_tokens(call.response, status=call.status)
+            else:
+                joiner = StreamJoiner()
+                joiner.feed("".join(f"{line}\n\n" for line in call.sse).encode())
+                joiner.end_of_stream()
+                await capture_tokens(joiner.answer())
+    return await store.freeze(recorded.rollout_id)
+
+
+EDGES = {
+    # seq: outcome, verdict of each choice, what is odd
+    0: ("recorded", ["ambiguous"], "one token"),
+    1: ("recorded", ["ambiguous", "ambiguous"], "two choices"),
+    2: ("recorded", ["ambiguous"], "stop strings"),
+    3: ("lost", [], "no token ids asked for"),
+    4: ("recorded", ["ambiguous"], "no logprobs asked for"),
+    5: ("recorded", ["ambiguous"], "top logprobs"),
+    6: ("recorded", ["ambiguous"], "tokens as ids"),
+    7: ("no_generation", [], "context overflow: error"),
+    8: ("recorded", ["trained"], "bad message: error"),  # vLLM answered it all the same
+    9: ("no_generation", [], "unknown model: error"),
+    10: ("lost", [], "responses: no ids on the wire"),
+    11: ("lost", [], "messages: no ids on the wire"),
+    12: (None, [], "no generation"),  # count_tokens
+    13: (None, [], "no generation"),  # tokenize
+    14: ("recorded", ["ambiguous"], "stream"),
+    15: ("recorded", ["trained"], "text prompt"),
+    16: ("recorded", ["repeated"], "completions stream"),  # same seed: the same ids as the call before
+}
+
+
+def test_the_outcome_of_each_call_of_edges_0(tmp_path: Path) -> None:
+    recorded = recordings.load("edges-0")
+    with asyncio.run(captured(tmp_path, recorded)) as snapshot:
+        found = build(snapshot)
+        records = {record.model_call_id: record for record in snapshot.calls}
+        entries = {(entry.model_call_id, entry.choice_index): entry for entry in snapshot.entries}
+    table = {}
+    for call in recorded.calls:
+        record = records.get(call.model_call_id)
+        verdicts = []
+        for answer in found.recorded.calls:
+            if answer.model_call_id == call.model_call_id:
+                representative = found.links.representative[answer.number]
+                merged = representative != answer.number
+                verdicts.append("repeated" if merged else found.judged[representative].verdict)
+        table[call.seq] = (record and record.outcome, verdicts, call.note)
+    assert table == EDGES
+    assert np.isnan(entries["call-0004", 0].generation_log_probs).all()
+    assert snapshot.incomplete
+    assert found.metrics["sampled"] == sum(found.metrics[category] for category in CATEGORIES) == 51
+    assert {name: found.metrics[name] for name in CATEGORIES if found.metrics[name]} == {
+        "trained": 10,
+        "abandoned": 6,
+        "ambiguous": 35,
+    }
+
+
+def test_captured_traffic_gives_the_same_account_as_the_recorded_entries(tmp_path: Path, built: Built) -> None:
+    for name, (recorded, expected) in built.items():
+        with asyncio.run(captured(tmp_path, recorded)) as snapshot:
+            found = build(snapshot)
+        assert {c: found.metrics[c] for c in ("sampled", *CATEGORIES)} == {
+            c: expected.metrics[c] for c in ("sampled", *CATEGORIES)
+        }, name
+        ids = [trajectory.token_ids.tolist() for trajectory in found.trained]
+        assert ids == [trajectory.token_ids.tolist() for trajectory in expected.trained]
+        assert found.metrics["drifted_calls"] == expected.metrics["drifted_calls"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("linear", "long", "token", "stream"))])
+def test_one_conversation_is_rebuilt_up_to_its_last_drift(name: str, built: Built) -> None:
+    _, found = built[name]
+    rebuilt = rebuild_from(found)
+    assert rebuilt.response is not None
+    last = found.trained[-1].calls[-1].model_call_ids if len(found.trained) == 1 else None
+    assert last is None or rebuilt.calls[-1][0] in last
+    assert rebuilt.metrics["segments"] == found.metrics["drifted_calls"] + 1
+    assert (rebuilt.metrics["delivered_fraction"] == 1.0) is (found.metrics["drifted_calls"] == 0)

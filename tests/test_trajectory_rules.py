@@ -563,6 +563,16 @@ def test_rule_13_the_recorded_pieces_tell_it_too() -> None:
     assert kinds == {"b": "retokenised"}
 
 
+def test_rule_13_a_piece_that_an_engine_tells_late_is_not_believed() -> None:
+    smile = "é".encode()
+    given = example(
+        call("a", [1, 2], [13, 14, 15], begun=0, ended=1, pieces=[b"", smile, b"<end>"]),
+        call("b", [1, 2, 14, 15, 15, 15, 15, 15, 15], [13], begun=2, ended=3),
+    )
+    (drift,) = build(given).drifts
+    assert drift.kind == "unknown"
+
+
 def test_rule_13_a_shorter_history_is_truncated_or_compacted() -> None:
     prompt = [20, 21, 22, 19, 21, 22]
     given = example(

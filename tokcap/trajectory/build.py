@@ -260,8 +260,14 @@ class _Bytes:
         pieces: dict[int, bytes] = {}
         for call in self._recorded.calls:
             told = call.answer.pieces
-            if told is not None and len(told) == call.sampled:
-                pieces.update(zip(call.generation_token_ids.tolist(), told, strict=True))
+            if told is None or len(told) != call.sampled:
+                continue
+            # An engine that puts a character together late says b"" for its first ids and all its bytes at the last.
+            late = False
+            for token, piece in zip(call.generation_token_ids.tolist(), told, strict=True):
+                if piece and not late:
+                    pieces[token] = piece
+                late = not piece
         return pieces
 
 

@@ -1,0 +1,140 @@
+"""One rollout from its source to a `Delivery`, whatever goes wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import RetiredError
+from ..protocol import TokenCaptureSnapshot, TokenSource
+from ..trajectory import Build, build, group_of
+from .freezing import error_text, freeze, in_thread
+from .handover import Delivery
+
+if TYPE_CHECKING:
+    from .rollouts import Rollouts
+
+__all__ = ("GroupOf", "How", "ScoredOf", "Wanted", "read_again", "read_rollout")
+
+logger = logging.getLogger("tokcap.delivery")
+
+ScoredOf = Callable[[str, Mapping[str, Any]], Mapping[str, Any] | None]
+GroupOf = Callable[[str, Mapping[str, Any]], str]
+
+
+class How(msgspec.Struct, frozen=True):
+    """What a consumer wants of every rollout."""
+
+    models: str | Collection[str] | None = None
+    strict: bool = False
+    scored: ScoredOf | None = None
+    group_of: GroupOf = group_of
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A rollout that is to be read."""
+
+    rollout_id: str
+    wait_open_s: float
+    record: Mapping[str, Any] | None = None
+    resumed: bool = False
+    error: str = ""
+    """Why its id can't be."""
+
+
+async def read_rollout(
+    consumer: Rollouts, source: TokenSource, wanted: Wanted, how: How, claim: Callable[[TokenCaptureSnapshot], bool]
+) -> Delivery | None:
+    """Freeze and build; None if it is retired already, or if `claim` says that somebody has this snapshot already."""
+    if wanted.error:
+        return Delivery(consumer, "", reason="no_rollout_id", error=wanted.error, record=wanted.record)
+    try:
+        snapshot = await freeze(source, wanted.rollout_id, wanted.wait_open_s)
+        claimed = claim(snapshot)
+    except RetiredError:
+        logger.info("rollout %s was consumed before", wanted.rollout_id)
+        return None
+    except Exception as error:
+        return _unreadable(consumer, wanted, how, error)
+    if not claimed:
+        _close(snapshot)
+        return None
+    return await _read(consumer, snapshot, wanted, how)
+
+
+async def read_again(consumer: Rollouts, source: Any, delivery: Delivery, how: How) -> Delivery | None:
+    """The newer version of what was handed over; None if there is none, or if it can't be read now, which is logged."""
+    rollout_id = delivery.rollout_id
+    try:
+        # A look, where the source has one: to freeze would close the door to a new attempt after a reset.
+        look = getattr(source, "read", None)
+        snapshot: TokenCaptureSnapshot = await (look(rollout_id) if callable(look) else source.freeze(rollout_id))
+    except Exception as error:
+        logger.warning("rollout %s: what replaces version %d can't be read: %r", rollout_id, delivery.version, error)
+        return None
+    if snapshot.snapshot_id != delivery.snapshot_id or snapshot.version <= delivery.version:
+        _close(snapshot)
+        logger.warning(
+            "rollout %s: version %d was not retired, and there is no newer one", rollout_id, delivery.version
+        )
+        return None
+    return await _read(consumer, snapshot, Wanted(rollout_id, 0.0, delivery.record, delivery.resumed), how)
+
+
+async def _read(consumer: Rollouts, snapshot: TokenCaptureSnapshot, wanted: Wanted, how: How) -> Delivery:
+    try:
+        built = await in_thread(lambda: _build(snapshot, wanted, how))
+    except Exception as error:
+        return _unreadable(consumer, wanted, how, error, snapshot)
+    finally:
+        _close(snapshot)
+    return Delivery(
+        consumer,
+        wanted.rollout_id,
+        snapshot_id=built.snapshot_id,
+        version=built.version,
+        build=built,
+        group=built.group,
+        record=wanted.record,
+        resumed=wanted.resumed,
+    )
+
+
+def _build(snapshot: TokenCaptureSnapshot, wanted: Wanted, how: How) -> Build:
+    meta: Mapping[str, Any] = getattr(snapshot, "meta", {})
+    witnesses: dict[str, Any] = {}
+    if wanted.record is not None and isinstance(wanted.record.get("response"), Mapping):
+        witnesses["response"] = wanted.record["response"]
+    if how.scored is not None:
+        witnesses.update(how.scored(wanted.rollout_id, meta) or {})
+    built = build(snapshot, models=how.models, strict=how.strict, **witnesses)
+    built.group = how.group_of(wanted.rollout_id, meta)
+    return built
+
+
+def _unreadable(
+    consumer: Rollouts, wanted: Wanted, how: How, error: Exception, snapshot: TokenCaptureSnapshot | None = None
+) -> Delivery:
+    logger.warning("rollout %s can't be read, its evidence is kept: %r", wanted.rollout_id, error)
+    group = ""
+    with contextlib.suppress(Exception):  # a function of the caller, which may be what failed
+        group = how.group_of(wanted.rollout_id, {})
+    return Delivery(
+        consumer,
+        wanted.rollout_id,
+        snapshot_id="" if snapshot is None else snapshot.snapshot_id,
+        version=0 if snapshot is None else snapshot.version,
+        error=error_text(error),
+        group=group,
+        record=wanted.record,
+        resumed=wanted.resumed,
+    )
+
+
+def _close(snapshot: TokenCaptureSnapshot) -> None:
+    with contextlib.suppress(Exception):
+        snapshot.close()

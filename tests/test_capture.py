@@ -286,8 +286,8 @@ def test_each_answer_has_its_outcome(store: Any, case: str) -> None:
     run(serve())
 
 
-def test_fewer_ids_than_the_engine_counted_say_so(store: Any) -> None:
-    """Hazard 10: a parser swallowed a chunk."""
+def test_hazard_10_fewer_ids_than_the_engine_counted_say_so(store: Any) -> None:
+    """A parser swallowed a chunk."""
     run(captured(store, TABLE["fewer-ids-than-sampled"][0]))
     _, entries, details = run(frozen(store))
     assert entries == []
@@ -295,8 +295,8 @@ def test_fewer_ids_than_the_engine_counted_say_so(store: Any) -> None:
     assert "3" in details
 
 
-def test_unknown_log_probs_are_nan_in_their_places_and_nowhere_else(store: Any) -> None:
-    """Hazard 9: never 0.0, never shifted."""
+def test_hazard_09_unknown_log_probs_are_nan_in_their_places_and_nowhere_else(store: Any) -> None:
+    """Never 0.0, never shifted."""
     run(captured(store, null_log_probs()))
     _, (entry,), _ = run(frozen(store))
     assert np.isnan(entry.generation_log_probs).tolist() == [False, True, True]
@@ -452,8 +452,7 @@ def test_a_call_that_raises_has_an_outcome(store: Any, error: BaseException, out
     run(serve())
 
 
-def test_refusals_before_a_successful_retry_do_not_make_the_rollout_incomplete(store: Any) -> None:
-    """Hazard 21."""
+def test_hazard_21_refusals_before_a_successful_retry_do_not_make_the_rollout_incomplete(store: Any) -> None:
 
     async def serve() -> None:
         for status in (429, 400):
@@ -651,10 +650,9 @@ def test_a_put_that_fails_makes_the_call_lost_and_not_the_answer_an_error(store:
     assert context.outcome == "lost"
 
 
-def test_put_and_mark_both_fail_and_the_intent_still_shows_the_call(
+def test_hazard_08_put_and_mark_both_fail_and_the_intent_still_shows_the_call(
     store: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hazard 8."""
     broken = RuntimeError("a secret answer")
     sink = FailingSink(store, put=broken, settle_call=broken, mark_incomplete=broken)
     context = run(captured(sink, answer_of()))
@@ -676,8 +674,8 @@ def test_a_capture_without_intent_is_lost_where_intents_are_required(file_store:
     assert run(outcome_of(file_store)) == "lost"
 
 
-def test_an_answer_that_comes_after_the_freeze_is_lost_in_a_new_version(store: Any) -> None:
-    """Hazard 30: it is seen, and nothing is written into the snapshot."""
+def test_hazard_30_an_answer_that_comes_after_the_freeze_is_lost_in_a_new_version(store: Any) -> None:
+    """It is seen, and nothing is written into the snapshot."""
 
     async def serve() -> None:
         async with captured_call(store, ROLLOUT, CALL):
@@ -691,8 +689,7 @@ def test_an_answer_that_comes_after_the_freeze_is_lost_in_a_new_version(store: A
     run(serve())
 
 
-def test_a_straggler_of_a_reset_attempt_changes_nothing(store: Any) -> None:
-    """Hazard 16."""
+def test_hazard_16_a_straggler_of_a_reset_attempt_changes_nothing(store: Any) -> None:
 
     async def serve() -> None:
         async with captured_call(store, ROLLOUT, CALL):
@@ -736,8 +733,8 @@ def test_no_answer_makes_the_capture_raise(store: Any, at: int) -> None:
     assert "secret" not in details
 
 
-def test_odd_content_costs_no_record(store: Any) -> None:
-    """Hazard 26: a lone surrogate and a 70-bit integer."""
+def test_hazard_26_odd_content_costs_no_record(store: Any) -> None:
+    """A lone surrogate and a 70-bit integer."""
     call = {"id": "c", "type": "function", "function": {"name": "f\ud800", "arguments": '{"n": ' + str(2**70) + "}"}}
     message = {"role": "assistant", "content": "\udfff", "tool_calls": [call], "odd": 2**70}
     request = {"messages": [message], "seed": 2**70, "stop": ["\ud800"]}
@@ -749,8 +746,7 @@ def test_odd_content_costs_no_record(store: Any) -> None:
     assert entry.sampling["stop"] == ["\ud800"]
 
 
-def test_answers_that_differ_only_in_hidden_reasoning_stay_two_records(store: Any) -> None:
-    """Hazard 25."""
+def test_hazard_25_answers_that_differ_only_in_hidden_reasoning_stay_two_records(store: Any) -> None:
 
     async def serve() -> None:
         for call, ids in (("one", [1, 2]), ("two", [3, 2])):
@@ -771,8 +767,7 @@ def test_answers_that_differ_only_in_hidden_reasoning_stay_two_records(store: An
 # ---- no context
 
 
-def test_traffic_that_is_not_captured_leaves_no_trace(store: Any) -> None:
-    """Hazard 22."""
+def test_hazard_22_traffic_that_is_not_captured_leaves_no_trace(store: Any) -> None:
 
     async def serve() -> None:
         assert current_capture_context() is None

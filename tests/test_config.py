@@ -189,6 +189,11 @@ def test_the_defaults_are_the_documented_ones() -> None:
     }
 
 
+def test_evaluation_is_off_by_default() -> None:
+    assert TokenIdCaptureConfig().observability_enabled is False
+    assert token_id_capture_config({"model_call_capture_dir": "/calls"}).observability_enabled is False
+
+
 def test_every_setting_is_read() -> None:
     values = {
         "enabled": True,
@@ -321,6 +326,19 @@ def test_a_mask_fraction_from_0_to_1_is_accepted(value: float) -> None:
     fraction = read(dir="/x", max_mask_fraction=value).token_id_capture.max_mask_fraction
     assert fraction == value
     assert type(fraction) is float
+
+
+def test_one_sample_is_enough_for_a_mask_fraction_if_so_configured() -> None:
+    assert read(dir="/x", mask_fraction_min_samples=1).token_id_capture.mask_fraction_min_samples == 1
+
+
+class PathOfBytes:
+    def __fspath__(self) -> bytes:
+        return b"/x"
+
+
+def test_a_path_object_of_bytes_is_refused() -> None:
+    assert refused(block(dir=PathOfBytes())).startswith("token_id_capture.dir is ")
 
 
 def test_a_path_object_becomes_text(tmp_path: Path) -> None:

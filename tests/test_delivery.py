@@ -175,7 +175,7 @@ def test_rule_25_what_cannot_be_aligned_keeps_its_output_and_its_evidence(stores
     asyncio.run(body())
 
 
-def test_hazard_7_earlier_segments_stay_without_tokens_and_the_delivered_fraction_says_so(stores: MakeStore) -> None:
+def test_hazard_07_earlier_segments_stay_without_tokens_and_the_delivered_fraction_says_so(stores: MakeStore) -> None:
     async def body() -> None:
         store = stores()
         run = AgentRun(store, "r")
@@ -604,7 +604,7 @@ def _twice(output: list[dict[str, Any]]) -> None:
         _twice,
     ],
 )
-def test_hazard_6_native_ids_that_differ_are_masked_and_the_evidence_is_kept(stores: MakeStore, change: Any) -> None:
+def test_hazard_06_native_ids_that_differ_are_masked_and_the_evidence_is_kept(stores: MakeStore, change: Any) -> None:
     async def body() -> None:
         store = stores()
         run = await two_turns(store)
@@ -624,7 +624,7 @@ def test_hazard_6_native_ids_that_differ_are_masked_and_the_evidence_is_kept(sto
     asyncio.run(body())
 
 
-def test_hazard_6_each_native_item_is_another_call_with_its_own_prompt(stores: MakeStore) -> None:
+def test_hazard_06_each_native_item_is_another_call_with_its_own_prompt(stores: MakeStore) -> None:
     async def body() -> None:
         store = stores()
         run = await two_turns(store)

@@ -166,7 +166,7 @@ def test_frozen_rollouts_are_taken_up_after_a_restart_but_not_counted_again(stor
     asyncio.run(body())
 
 
-def test_hazard_5_a_new_attempt_under_the_same_id_is_followed_anew(store_dir: Path) -> None:
+def test_hazard_05_a_new_attempt_under_the_same_id_is_followed_anew(store_dir: Path) -> None:
     async def body() -> None:
         # Slowly, so that mostly nobody looks between the end of one attempt and the begin of the next.
         async with FileStore(store_dir) as store, following(store, poll_s=0.2) as rollouts:

@@ -30,21 +30,21 @@ def with_content(entries: Any) -> dict[str, Any]:
     return payload
 
 
-def test_hazard_9_missing_log_probs_are_unknown_and_not_zero() -> None:
+def test_hazard_09_missing_log_probs_are_unknown_and_not_zero() -> None:
     payload = shape_examples.vllm_chat()
     payload["choices"][0]["logprobs"] = None
     choice = only_choice(payload)
     assert (choice.generation_log_probs, choice.log_probs_present) == ([None, None], False)
 
 
-def test_hazard_9_null_keeps_its_position() -> None:
+def test_hazard_09_null_keeps_its_position() -> None:
     first, second = shape_examples.content()
     assert only_choice(with_content([{**first, "logprob": None}, second])).generation_log_probs == [None, LOG_PROBS[1]]
     choice = only_choice(with_content([None, second]))
     assert (choice.generation_log_probs, choice.log_probs_present) == ([None, LOG_PROBS[1]], True)
 
 
-def test_hazard_9_log_prob_is_that_of_the_sampled_token_not_of_an_alternative() -> None:
+def test_hazard_09_log_prob_is_that_of_the_sampled_token_not_of_an_alternative() -> None:
     payload = shape_examples.vllm_completions()
     alternatives = payload["choices"][0]["logprobs"]["top_logprobs"]
     assert next(iter(alternatives[0].values())) != LOG_PROBS[0]
@@ -56,14 +56,14 @@ def test_hazard_9_log_prob_is_that_of_the_sampled_token_not_of_an_alternative() 
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_hazard_9_another_number_of_log_probs_than_ids_is_refused(count: int) -> None:
+def test_hazard_09_another_number_of_log_probs_than_ids_is_refused(count: int) -> None:
     entries = (shape_examples.content() * 2)[:count]
     assert f"choices[0].logprobs.content gives {count} log-probs, but there are 2 sampled ids" in refusal(
         with_content(entries)
     )
 
 
-def test_hazard_9_two_sources_of_log_probs_that_differ_are_refused() -> None:
+def test_hazard_09_two_sources_of_log_probs_that_differ_are_refused() -> None:
     payload = shape_examples.sglang_chat()
     payload["choices"][0]["logprobs"]["content"][1]["logprob"] = -0.7  # another mode: before the temperature
     assert refusal(payload) == (

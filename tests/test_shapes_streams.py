@@ -214,7 +214,7 @@ def test_hazard_10_chunk_that_a_tool_parser_swallowed_is_noticed() -> None:
         parse_answer(joined([OPENING, STREAM[2], USAGE]).answer())
 
 
-def test_hazard_9_chunk_without_log_probs_leaves_its_positions_unknown() -> None:
+def test_hazard_09_chunk_without_log_probs_leaves_its_positions_unknown() -> None:
     bare = chunk(part(delta={"content": "hi"}, logprobs=None, token_ids=IDS[:1]))
     choice = only_choice(joined([OPENING, bare, STREAM[2], USAGE]))
     assert choice.generation_log_probs == [None, LOG_PROBS[1]]
@@ -225,7 +225,7 @@ def test_hazard_9_chunk_without_log_probs_leaves_its_positions_unknown() -> None
     assert (choice.generation_log_probs, choice.log_probs_present) == ([None, None], False)
 
 
-def test_hazard_9_chunk_with_fewer_log_probs_than_ids_is_refused() -> None:
+def test_hazard_09_chunk_with_fewer_log_probs_than_ids_is_refused() -> None:
     short = chunk(part(logprobs={"content": shape_examples.content()[:1]}, token_ids=IDS, **FINISH))
     with pytest.raises(UnusableAnswerError, match="gives 1 log-probs, but there are 2"):
         parse_answer(joined([OPENING, short]).answer())

@@ -18,7 +18,7 @@ from .tree import PrefixTree
 __all__ = ("Call", "Recorded", "read_snapshot")
 
 
-class Call(msgspec.Struct, eq=False):
+class Call(msgspec.Struct, eq=False, gc=False):
     """One choice of one answered model call, in the prefix tree."""
 
     number: int

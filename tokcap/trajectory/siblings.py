@@ -19,7 +19,7 @@ __all__ = ("Fate", "settle_siblings")
 Verdict = Literal["kept", "abandoned", "ambiguous", "aborted"]
 
 
-class Fate(msgspec.Struct):
+class Fate(msgspec.Struct, gc=False):
     """What became of an answer."""
 
     verdict: Verdict = "kept"

@@ -10,6 +10,7 @@ store does (`tokcap.store.prefix`); that point is found by bisecting the vertice
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from typing import Any
 
@@ -38,8 +39,9 @@ class PrefixTree:
         self._owner: list[int] = [-1]
         self._attached: list[int] = []
         """Of each call: the vertex where the edges that it brought begin."""
-        self._own_depths: list[list[int]] = []
-        self._own_vertices: list[list[int]] = []
+        # Arrays, because they are invisible to the garbage collector: thousands of lists would make it slow.
+        self._own_depths: list[array[int]] = []
+        self._own_vertices: list[array[int]] = []
 
     def __len__(self) -> int:
         return len(self.depth)
@@ -52,8 +54,8 @@ class PrefixTree:
         number = len(self._attached)
         start = self._locate(follows, shared) if shared else ROOT
         self._attached.append(-1)
-        self._own_depths.append([])
-        self._own_vertices.append([])
+        self._own_depths.append(array("q"))
+        self._own_vertices.append(array("q"))
         prompt = self._descend(number, start, suffix)
         end = self._descend(number, prompt, generated)
         if self._attached[number] < 0:

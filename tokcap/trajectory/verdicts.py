@@ -24,7 +24,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 """Every sampled token is in exactly one of them. `masked`: left out because the whole rollout is (`strict=True`)."""
 
 
-class Judged(msgspec.Struct, eq=False):
+class Judged(msgspec.Struct, eq=False, gc=False):
     """One representative with the part of its sampled ids that is trained."""
 
     call: Call

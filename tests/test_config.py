@@ -1504,18 +1504,24 @@ def test_else_it_is_the_file_store_that_the_sink_is(store_dir: Path) -> None:
         assert len(snapshot.entries) == 1
 
 
-def test_a_file_store_beside_an_installed_sink_warns(store_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    install_token_sink(both())
-    assert isinstance(process_source(read(dir=str(store_dir))), FileStore)
-    assert len(warnings(caplog)) == 1
-    assert "no source: rollouts are read from the configured directory" in warnings(caplog)[0]
+def test_an_installed_sink_is_read_from_even_beside_a_directory_because_it_is_what_was_written_to(
+    store_dir: Path,
+) -> None:
+    sink = both()
+    install_token_sink(sink)
+    assert process_source(read(dir=str(store_dir))) is sink
+    install_token_sink(Sink())
+    with pytest.raises(ConfigError, match="install_token_source"):
+        process_source(read(dir=str(store_dir)))
+    assert not store_dir.exists()
 
 
 def test_else_it_is_the_installed_sink_if_that_is_a_source() -> None:
     sink = both()
     install_token_sink(sink)
     assert process_source(read()) is sink
-    assert process_source(read(sink=named("Sink"))) is sink
+    with pytest.raises(ConfigError, match="install_token_source"):  # the configured one is what is written to
+        process_source(read(sink=named("Sink")))
 
 
 @pytest.mark.parametrize("values", [{"sink": named("Sink")}, {"sink": named("Sink"), "dir": "/x"}, {}])

@@ -20,11 +20,14 @@ from tests.agent_runs import AgentRun, MakeStore, message
 from tests.agent_runs import stores as _stores
 from tests.children import Channel, Nursery
 from tests.children import nursery as _nursery
+from tests.rollout_examples import call, example
 from tokcap import FileStore
 from tokcap.config import close_process_endpoints
 from tokcap.delivery import Delivery, MaskGuard, Rollouts, consume, consume_from_config, consume_now
+from tokcap.delivery.handover import same_trained
 from tokcap.delivery.share import share_of
 from tokcap.errors import FrozenError, InvalidOptionError, MaskFractionError
+from tokcap.trajectory import Build, build
 
 stores = _stores
 nursery = pytest.fixture(scope="module")(_nursery)
@@ -494,6 +497,53 @@ def test_hazard_18_a_rollout_that_was_reset_meanwhile_is_neither_retired_nor_fro
     asyncio.run(body())
 
 
+def test_hazard_18_a_newer_version_of_another_life_replaces_nothing(store_dir: Path) -> None:
+    async def body() -> None:
+        async with FileStore(store_dir) as store:
+            await one_turn(store, "a")
+            async with consume(store, ["a"]) as rollouts:
+                async for rollout in rollouts:
+                    assert rollout.replaces is None
+                    await store.reset("a")
+                    await one_turn(store, "a")
+                    (await store.freeze("a")).close()
+                    await store.mark_incomplete("a")
+                    assert not await rollout.done()
+            stat = await store.stat("a")
+            assert (stat.state, stat.version) == ("frozen", 2)
+
+    asyncio.run(body())
+
+
+def built(sampled: list[int], log_probs: list[float | None], version: str = "v1") -> Build:
+    made = example(call("c1", [1, 2], sampled, log_probs, policy_versions=[(version, 0, len(sampled))]))
+    return build(made)
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (built([3, 4], [-0.5, -0.25]), True),
+        (built([3, 5], [-0.5, -0.25]), False),
+        (built([3, 4], [-0.5, -0.75]), False),
+        (built([3, 4], [None, -0.25]), False),
+        (built([3, 4, 5], [-0.5, -0.25, -0.5]), False),
+        (built([3, 4], [-0.5, -0.25], "v2"), False),
+        (built([3, 4], [None, None]), False),
+        (None, False),
+    ],
+)
+def test_two_builds_are_the_same_if_a_trainer_gets_the_same(other: Build | None, same: bool) -> None:
+    one = built([3, 4], [-0.5, -0.25])
+    assert same_trained(one, other) == same
+    assert same_trained(other, one) == same
+
+
+def test_masks_count_where_as_many_ids_are_trained() -> None:
+    assert not same_trained(built([3, 4], [None, -0.5]), built([3, 4], [-0.5, None]))
+    assert same_trained(built([3, 4], [None, -0.5]), built([3, 4], [None, -0.5]))
+
+
 def test_a_newer_version_that_nobody_can_take_any_more_keeps_the_evidence(stores: MakeStore) -> None:
     async def body() -> None:
         store = stores()
@@ -650,6 +700,9 @@ def test_stop_lets_out_what_is_frozen_and_ends(stores: MakeStore) -> None:
             rest = await taken(rollouts)
         assert sorted([first.rollout_id, *(one.rollout_id for one in rest)]) == sorted(source.frozen)
         assert len(source.frozen) < len(ids)
+        (stopped := consume(source, ids)).stop()
+        async with stopped:
+            assert await taken(stopped) == []
         async with (stopped := consume(source, ids)):
             stopped.stop()
             assert await taken(stopped) == []

@@ -6,10 +6,12 @@ import math
 import random
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.rollout_examples import Example, call, example, missing, questions, renamed, reordered, samples
 from tokcap import CallRecord, FileStore, Snapshot, TokenEntry
@@ -1018,6 +1020,50 @@ def test_rule_23_a_rebuild_never_raises_and_is_contiguous_on_everything(
         assert item["prompt_token_ids"][: len(seen)] == seen
         assert all(math.isfinite(value) for value in item["generation_log_probs"])
         seen = item["prompt_token_ids"] + item["generation_token_ids"]
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(["logprobs_mode", "temperature", "top_p", "top_k", "presence_penalty", "grammar", "stop"])
+
+
+@given(
+    st.dictionaries(KEYS, JUNK, max_size=4),
+    st.lists(JUNK | st.tuples(JUNK, st.integers(), st.integers()), max_size=3),
+    st.lists(JUNK, max_size=3),
+    JUNK,
+    JUNK,
+)
+def test_nothing_that_was_recorded_makes_a_build_raise(
+    sampling: dict[str, object], versions: list[object], items: list[object], hint: object, scored_response: object
+) -> None:
+    fields: dict[str, Any] = {
+        "sampling": sampling,
+        "policy_versions": versions,
+        "output_items": items,
+        "extra": {"parent_call_id": hint},
+    }
+    given = example(
+        call("a", [1], [2, 3], **fields), call("b", [1], [2, 3]), call("c", [1, 2, 3, 4], [5], **fields), missing("l")
+    )
+    response = scored_response if isinstance(scored_response, dict) else {"output": scored_response, "id": "x"}
+    built = build(given, response=response)
+    assert built.metrics["sampled"] == sum(built.metrics[category] for category in CATEGORIES) == 5
+    assert [trajectory.policy_versions for trajectory in built.trajectories]
+    rebuilt = rebuild_response(given, response=response)
+    assert rebuilt.masked is (rebuilt.response is None)
+
+
+def test_many_lost_calls_of_a_long_chain_are_placed_one_by_one() -> None:
+    entries = [call(f"c{i:03d}", [1] * (2 * i + 1), [1], begun=2 * i, ended=2 * i + 0.5) for i in range(300)]
+    lost = [missing(f"l{i:03d}", begun=2 * i + 1, ended=2 * i + 1.5) for i in range(0, 300, 3)]
+    built = build(example(*entries, *lost))
+    assert {built.recorded.calls[number].model_call_id for number in built.gaps} == {
+        f"c{i + 1:03d}" for i in range(0, 299, 3)
+    }
 
 
 def test_the_words_that_builds_speak_are_all_explained() -> None:

@@ -74,10 +74,10 @@ def process_sink(config: Any) -> TokenSink | None:
 
 
 def process_source(config: Any) -> TokenSource | None:
-    """Where this process reads finished rollouts: the installed source, else the file store, else the installed sink.
+    """Where this process reads finished rollouts: the installed source, else the installed sink, else the file store.
 
-    The file store only if no other sink is configured, and the installed sink only if it is a source as well. None if
-    capture is off or `rebuild_response` is false. Takes what `token_id_capture_config` takes. Raises `ConfigError` if
+    The installed sink only if none is configured and it is a source as well; the file store only if there is no other
+    sink. None if capture is off or `rebuild_response` is false. Takes what `token_id_capture_config` takes. Raises `ConfigError` if
     there is nothing to read from, and what `FileStore` raises for its directory.
     """
     config = token_id_capture_config(config)
@@ -87,17 +87,14 @@ def process_source(config: Any) -> TokenSource | None:
     sink: Any = installed_token_sink()
     if source is not None:
         return source
-    directory = config.resolved_dir()
-    if config.token_id_capture.sink is None and directory is not None:
-        if sink is not None:
-            _here().say_once(
-                "a sink is installed in this process, but no source: rollouts are read from the configured directory, "
-                "where that sink may not write"
-            )
-        return _store(str(directory))
-    if sink is not None and not protocol_problem(sink, TokenSource):
+    custom = config.token_id_capture.sink is not None
+    if sink is not None and not custom and not protocol_problem(sink, TokenSource):
         both: TokenSource = sink
         return both
+    directory = config.resolved_dir()
+    # A custom sink writes elsewhere: from the directory there would come empty snapshots.
+    if not custom and sink is None and directory is not None:
+        return _store(str(directory))
     raise ConfigError(
         "token_id_capture.rebuild_response is true, but this process has nothing to read rollouts from: "
         "install_token_source(...) with the source that belongs to the sink, or set "

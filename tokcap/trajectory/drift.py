@@ -177,13 +177,12 @@ class _EarlierPrompts:
             stop = bisect_right(self._ranks, recorded.last[vertex])
             if stop > start:
                 earlier = (self._boot[start:stop] == boot) & (self._begun[start:stop] < begun)
-                for place in np.flatnonzero(earlier).tolist():
-                    other = self._calls[start + place]
-                    if other.model != call.model or recorded.below(other.end_vertex, below):
-                        earlier[place] = False
-                if earlier.any():
-                    latest = np.where(earlier, self._begun[start:stop], -np.inf).argmax()
-                    return self._calls[start + int(latest)], depth[vertex]
+                while earlier.any():
+                    latest = int(np.where(earlier, self._begun[start:stop], -np.inf).argmax())
+                    other = self._calls[start + latest]
+                    if other.model == call.model and not recorded.below(other.end_vertex, below):
+                        return other, depth[vertex]
+                    earlier[latest] = False
             below, vertex = vertex, parent[vertex]
         return None
 

@@ -135,7 +135,7 @@ def _parents(
         deepest = max((calls[i].prompt for i in candidates), default=0)
         candidates = [i for i in candidates if calls[i].prompt == deepest]
         hint = call.answer.extra.get(PARENT_HINT)
-        if hint is not None:
+        if isinstance(hint, str):
             hinted = [i for i in candidates if any(calls[m].model_call_id == hint for m in members[i])]
             refuted += not hinted and hint in by_id
             candidates = hinted or candidates

@@ -1513,7 +1513,7 @@ def test_an_installed_sink_is_read_from_even_beside_a_directory_because_it_is_wh
     install_token_sink(Sink())
     with pytest.raises(ConfigError, match="install_token_source"):
         process_source(read(dir=str(store_dir)))
-    assert not store_dir.exists()
+    assert process_source(read(dir=str(store_dir), rebuild_response=False)) is None
 
 
 def test_else_it_is_the_installed_sink_if_that_is_a_source() -> None:

@@ -77,8 +77,8 @@ def process_source(config: Any) -> TokenSource | None:
     """Where this process reads finished rollouts: the installed source, else the installed sink, else the file store.
 
     The installed sink only if none is configured and it is a source as well; the file store only if there is no other
-    sink. None if capture is off or `rebuild_response` is false. Takes what `token_id_capture_config` takes. Raises `ConfigError` if
-    there is nothing to read from, and what `FileStore` raises for its directory.
+    sink. None if capture is off or `rebuild_response` is false. Takes what `token_id_capture_config` takes. Raises
+    `ConfigError` if there is nothing to read from, and what `FileStore` raises for its directory.
     """
     config = token_id_capture_config(config)
     if not config.enabled or not config.token_id_capture.rebuild_response:

@@ -24,6 +24,7 @@ from tokcap.trajectory import (
     Trajectory,
     build,
     group_of,
+    rebuild_from,
     rebuild_response,
 )
 from tokcap.trajectory.verdicts import CATEGORIES
@@ -950,6 +951,19 @@ def test_rule_23_the_rebuild_is_one_payload_with_tokens_in_order() -> None:
     )
     assert rebuilt.calls == (("a", 0), ("b", 0))
     assert "generation_token_ids" not in given.entries[0].output_items[1]
+
+
+def test_rule_23_prompts_of_a_rebuild_share_their_integers(tmp_path: Path) -> None:
+    with stored_chain(tmp_path, 100, 200) as snapshot:
+        built = build(snapshot)
+    tracemalloc.start()
+    rebuilt = rebuild_from(built)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rebuilt.response is not None
+    repeated = sum(len(item["prompt_token_ids"]) for item in rebuilt.response["output"])
+    assert repeated == sum(100 + 200 * turn for turn in range(100))
+    assert held < 12 * repeated  # a pointer each; an integer of its own would be 28 bytes more
 
 
 def test_rule_23_of_a_chain_that_drifted_the_last_segment_is_delivered_or_nothing() -> None:

@@ -96,8 +96,7 @@ def same_trained(one: Build | None, other: Build | None) -> bool:
     pairs = list(zip(one.trained, other.trained, strict=True))
     return all((len(a), a.trained) == (len(b), b.trained) for a, b in pairs) and all(
         np.array_equal(a.token_ids, b.token_ids)
-        and np.array_equal(a.loss_mask, b.loss_mask)
-        and np.array_equal(a.log_probs, b.log_probs, equal_nan=True)
+        and np.array_equal(a.log_probs, b.log_probs, equal_nan=True)  # NaN wherever the mask is False
         and a.policy_versions == b.policy_versions
         for a, b in pairs
     )

@@ -37,6 +37,7 @@ def build(
     strict: bool = False,
     exclude_not_behaviour: bool = False,
     token_bytes: TokenBytes | None = None,
+    group: str | None = None,
 ) -> Build:
     """All trajectories of a frozen rollout; every sampled id is owned by exactly one of them.
 
@@ -48,6 +49,7 @@ def build(
         call, more than one trajectory.
     exclude_not_behaviour: leave out spans whose log-probs are known not to be the sampling distribution.
     token_bytes: the bytes of a token id, to tell kinds of drift apart where the engine recorded no pieces.
+    group: what the rollout is compared with; `group_of` decides if it is None.
 
     Never retires anything, and raises nothing because of what was recorded. The result stays valid when the snapshot
     is closed. Time and memory are linear in the distinct tokens; arrays are made when they are looked at.
@@ -58,7 +60,7 @@ def build(
     scored = attribute(recorded, links, witnesses)
     if scored.number != NO_CALL:
         links = link(recorded, scored.number)
-    return Build(snapshot, recorded, links, scored, models, strict, exclude_not_behaviour, token_bytes)
+    return Build(snapshot, recorded, links, scored, models, strict, exclude_not_behaviour, token_bytes, group)
 
 
 def group_of(rollout_id: str, meta: Mapping[str, Any] | None = None) -> str:
@@ -88,11 +90,12 @@ class Build:
         strict: bool,
         exclude_not_behaviour: bool,
         token_bytes: TokenBytes | None,
+        group: str | None,
     ) -> None:
         self.rollout_id = snapshot.rollout_id
         self.snapshot_id, self.version = snapshot.snapshot_id, snapshot.version
         self.meta: dict[str, Any] = dict(getattr(snapshot, "meta", {}))
-        self.group = group_of(self.rollout_id, self.meta)
+        self.group = group_of(self.rollout_id, self.meta) if group is None else group
         self.incomplete = snapshot.incomplete
         self.scored = scored
         self.recorded, self.links = recorded, links

@@ -97,7 +97,9 @@ def rebuild_from(built: Build, *, on_drift: Literal["last_segment", "mask"] = "l
     )
     if not reasons:
         rebuilt.calls = tuple(built.recorded.calls[number].key for number in chain)
-        rebuilt.items = tuple(_items(built, number) for number in chain)
+        # One list that all prompts are cut from, so that they share its integers: 800 turns repeat theirs 400 times.
+        ids = _ids_of(built, chain[-1])
+        rebuilt.items = tuple(_items(built, number, ids) for number in chain)
         rebuilt.response = _payload(built, chain, rebuilt.items)
     return rebuilt
 
@@ -163,19 +165,25 @@ def _doubts(built: Build, chain: list[int]) -> list[str]:
     return reasons
 
 
-def _items(built: Build, number: int) -> tuple[dict[str, Any], ...]:
-    """The output items of one call, one of which carries its tokens."""
+def _ids_of(built: Build, number: int) -> list[int]:
+    """Prompt and sampled ids of a call."""
+    call = built.recorded.calls[number]
+    ids = np.empty(call.total, np.int32)
+    built.recorded.tree.ids_to(call.end_vertex, ids)
+    return ids.tolist()
+
+
+def _items(built: Build, number: int, ids: list[int]) -> tuple[dict[str, Any], ...]:
+    """The output items of one call, one of which carries its tokens; `ids` start with its prompt and its answer."""
     found = built.judged[number]
     answer = found.source.answer
     items = [dict(item) for item in answer.output_items if isinstance(item, Mapping)]
     carrier = answer.token_item_index
     if len(items) != len(answer.output_items) or not items:
         items, carrier = [*items, {"type": "message", "role": "assistant", "content": []}], None
-    ids = np.empty(found.call.prompt, np.int32)
-    built.recorded.tree.ids_to(found.call.prompt_vertex, ids)
     items[len(items) - 1 if carrier is None else carrier].update(
-        prompt_token_ids=ids.tolist(),
-        generation_token_ids=found.call.generation_token_ids.tolist(),
+        prompt_token_ids=ids[: found.call.prompt],
+        generation_token_ids=ids[found.call.prompt : found.call.total],
         generation_log_probs=found.source.generation_log_probs.tolist(),
     )
     return tuple(items)

@@ -11,7 +11,7 @@ from ..digests import answer_digest, message_digest
 from .links import NO_CALL, Links
 from .recorded import Recorded
 
-__all__ = ("Scored", "Witnesses", "attribute", "last_turn")
+__all__ = ("Scored", "Witnesses", "attribute", "is_model_item", "last_turn")
 
 
 class Witnesses(msgspec.Struct, frozen=True):

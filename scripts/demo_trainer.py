@@ -104,11 +104,20 @@ def wrong_captures(build: Build, recorded: recordings.RecordedRollout) -> Iterat
     """Every answer whose ids were in a body has to be there, with the same ids and log-probs to the bit."""
     expected = {(entry.model_call_id, entry.choice_index): entry for entry in recorded.entries}
     found = {
-        (original(call.model_call_id), call.choice_index): build.recorded.entry(call) for call in build.recorded.calls
+        (original(call.model_call_id), call.choice_index): (
+            build.recorded.prompt_token_ids(call),
+            call.generation_token_ids,
+            call.generation_log_probs,
+        )
+        for call in build.recorded.calls
     }
     yield from (f"{key} is not in both" for key in sorted(expected.keys() ^ found.keys()))
     for key in expected.keys() & found.keys():
-        if not same_tokens(expected[key], found[key]):
+        entry = expected[key]
+        pairs = zip(
+            (entry.prompt_token_ids, entry.generation_token_ids, entry.generation_log_probs), found[key], strict=True
+        )
+        if not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs):
             yield f"{key} was captured with other tokens"
 
 
@@ -142,13 +151,6 @@ def wrong_span(entry: TokenEntry, key: tuple[str, int], start: int, end: int, tr
         yield f"{key} has another mask"
     if trajectory.log_probs[start:end][known].tobytes() != entry.generation_log_probs[known].tobytes():
         yield f"{key} is trained with other log-probs"
-
-
-def same_tokens(one: TokenEntry, other: TokenEntry) -> bool:
-    return all(
-        getattr(one, field).tobytes() == getattr(other, field).tobytes()
-        for field in ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-    )
 
 
 def save(rollout: Delivery, path: Path) -> Path:

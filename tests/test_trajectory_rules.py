@@ -1105,3 +1105,20 @@ def test_a_build_stays_valid_when_its_snapshot_is_closed_and_its_rollout_retired
     store.reset_now("r-1")
     assert built.trajectories[0].token_ids.tolist() == [1, 2, 3]
     assert built.trajectories[0].log_probs[2] == -0.5
+
+
+def test_a_build_keeps_no_file_of_its_snapshot_open(tmp_path: Path) -> None:
+    """A trainer may hold thousands of builds; a mapped segment costs a descriptor."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path))
+
+    with stored_chain(tmp_path, 100, 2000) as snapshot:
+        assert snapshot.entries[0].generation_token_ids[0] >= 1
+        assert mapped() > 0
+        built = build(snapshot)
+        rebuilt = rebuild_from(built)
+    del snapshot
+    assert mapped() == 0
+    assert len(built.trajectories[0].token_ids) == 100 * 2000
+    assert rebuilt.response is not None

@@ -23,7 +23,7 @@ never needs another one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ from .frame import HEADER_SIZE, padding
 
 __all__ = (
     "BeginRecord",
+    "Contents",
     "DeliveryRecord",
     "EntryHead",
     "FinishRecord",
@@ -44,7 +45,9 @@ __all__ = (
     "SegmentHeader",
     "SettleRecord",
     "StoredEntry",
+    "decode_contents",
     "decode_entry",
+    "decode_pieces",
     "encode_contents",
     "encode_entry",
     "encode_record",
@@ -299,12 +302,38 @@ class StoredEntry:
         return np.frombuffer(self._arrays, dtype, count, offset).reshape(shape)
 
 
+class Contents(NamedTuple):
+    """Everything of an entry that is neither an array nor needed to find it (`tokcap.entry.contents_of`)."""
+
+    output_items: list[Any]
+    policy_versions: list[Any]
+    sampling: dict[str, Any]
+    extra: dict[str, Any]
+    model: str
+    response_id: str
+    finish_reason: str
+    created_at: float
+    token_item_index: int | None
+    schema_version: int
+
+
+def decode_contents(data: bytes | memoryview) -> Contents:
+    """The contents of an entry, from `EntryHead.contents`."""
+    found = Contents(*decode_content(data))
+    return found._replace(
+        policy_versions=[tuple(span) if isinstance(span, list) else span for span in found.policy_versions]
+    )
+
+
+def decode_pieces(data: bytes | memoryview) -> list[bytes] | None:
+    """The bytes of each sampled token, from `EntryHead.pieces`; None if the engine didn't tell."""
+    return _decode_pieces(data)
+
+
 def decode_entry(rollout_id: str, stored: StoredEntry, prompt: npt.NDArray[np.int32]) -> TokenEntry:
     """The entry again, given its whole prompt; nothing is copied but what is stored narrower than it is shown."""
     head = stored.head
-    items, versions, sampling, extra, model, response_id, finish_reason, created_at, item_index, schema = (
-        decode_content(memoryview(head.contents))
-    )
+    contents = decode_contents(memoryview(head.contents))
     return TokenEntry(
         rollout_id,
         head.model_call_id,
@@ -313,17 +342,8 @@ def decode_entry(rollout_id: str, stored: StoredEntry, prompt: npt.NDArray[np.in
         read_only(stored.log_probs, _FLOAT64),
         choice_index=head.choice_index,
         routed_experts=None if stored.routed_experts is None else _frozen(stored.routed_experts),
-        output_items=items,
-        token_item_index=item_index,
-        model=model,
-        response_id=response_id,
-        finish_reason=finish_reason,
-        created_at=created_at,
-        policy_versions=[tuple(span) if isinstance(span, list) else span for span in versions],
-        sampling=sampling,
-        pieces=_decode_pieces(head.pieces),
-        extra=extra,
-        schema_version=schema,
+        pieces=decode_pieces(head.pieces),
+        **contents._asdict(),
     )
 
 

@@ -15,7 +15,6 @@ from typing import Any, overload
 from zlib import crc32
 
 import msgspec
-import numpy as np
 
 from ..content import decode_content
 from ..entry import TokenEntry
@@ -47,8 +46,6 @@ _MAPPED: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 """Every live mapping of this process."""
 
 _NO_META = msgspec.Raw(b"\x80")
-
-_NO_PROMPT = np.empty(0, np.int32)
 
 
 class Snapshot:
@@ -175,10 +172,6 @@ class Entries(Sequence[TokenEntry]):
     def entry(self, index: int) -> TokenEntry:
         """Node `index` as the entry that was put."""
         return decode_entry(self._rollout_id, self.load(self.nodes[index]), self.sequences.prompt(index))
-
-    def answer(self, stored: StoredEntry) -> TokenEntry:
-        """The entry that was put, but for its prompt, which is empty: for readers who follow the nodes themselves."""
-        return decode_entry(self._rollout_id, stored, _NO_PROMPT)
 
     def release(self) -> None:
         self._buffers = None

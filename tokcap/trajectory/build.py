@@ -190,7 +190,7 @@ class Build:
         drifts = self.drift_of.values()
         total = sum(recorded.calls[path.end].total for path in self._paths)
         answered = [self.judged[number] for number in links.answered]
-        modes = Counter(log_prob_mode(found.source.answer.sampling) or "unknown" for found in answered)
+        modes = Counter(log_prob_mode(found.source.sampling) or "unknown" for found in answered)
         return {
             **account(recorded, links, self.judged),
             "calls": len(recorded.records),
@@ -262,7 +262,7 @@ class _Bytes:
     def _pieces(self) -> dict[int, bytes]:
         pieces: dict[int, bytes] = {}
         for call in self._recorded.calls:
-            told = call.answer.pieces
+            told = call.pieces
             if told is None or len(told) != call.sampled:
                 continue
             # An engine that puts a character together late says b"" for its first ids and all its bytes at the last.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal
@@ -102,12 +102,16 @@ class _Answers:
 
     def __init__(self, recorded: Recorded, links: Links, fates: dict[int, Fate]) -> None:
         self._recorded, self._links, self._fates = recorded, links, fates
-        self._passing: dict[int, list[int]] = defaultdict(list)
+        self._passing: dict[int, array[int]] = {}
         for number in links.answered:
             call = recorded.calls[number]
             vertex = call.end_vertex
             while True:
-                self._passing[vertex].append(number)
+                passing = self._passing.get(vertex)
+                if passing is None:
+                    self._passing[vertex] = array("q", (number,))
+                else:
+                    passing.append(number)
                 vertex = recorded.tree.parent[vertex]
                 if vertex == ROOT or recorded.tree.depth[vertex] < call.prompt - BOUNDARY:
                     break

@@ -29,7 +29,7 @@ def find_gaps(recorded: Recorded, links: Links) -> set[int]:
         return set()
     prompted = _Begins(recorded, [links.members[n] for n in links.answered])
     parents = [links.parent[n] for n in links.answered]
-    answered = _Begins(recorded, [links.members[n] if n != NO_CALL else [] for n in parents])
+    answered = _Begins(recorded, [links.members[n] if n != NO_CALL else () for n in parents])
     undecided = np.ones(len(numbers), np.bool_)
     for record in missing:
         # Most links are settled by one comparison of all at once; what is left is looked at closely.
@@ -44,7 +44,7 @@ def find_gaps(recorded: Recorded, links: Links) -> set[int]:
 class _Begins:
     """When calls began, one group of identical calls after another; unknown if their times don't compare."""
 
-    def __init__(self, recorded: Recorded, groups: list[list[int]]) -> None:
+    def __init__(self, recorded: Recorded, groups: list[tuple[int, ...]]) -> None:
         self._boots: dict[str, int] = {"": -1}
         self._boot = np.full(len(groups), -1, np.int64)
         self._first = np.full(len(groups), np.nan)

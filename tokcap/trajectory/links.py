@@ -7,11 +7,12 @@ choices of one call, or calls that ran at the same time and both reached the cli
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from ..entry import content_digest
 from .behaviour import unknown_log_probs
 from .recorded import Call, Recorded
 from .samples import ended_before, sample_units
@@ -23,20 +24,17 @@ NO_CALL = -1
 LARGEST_DIFFERENCE = 0.5
 """Between the log-probs of two identical calls; engines in bf16 differ by 0.04 on average between runs."""
 
-PARENT_HINT = "parent_call_id"
-"""Key in `TokenEntry.extra` under which a harness may say which call it continued."""
-
 
 class Links(msgspec.Struct, eq=False):
     """The calls of a rollout and how they continue each other. Numbers are those of `Recorded.calls`."""
 
     representative: list[int]
     """Of each call: the call that stands for it and for all that are identical to it."""
-    members: dict[int, list[int]]
+    members: dict[int, tuple[int, ...]]
     """Of each representative: all calls that it stands for, itself included."""
     parent: dict[int, int]
     """Of each representative: the representative that it continues, or NO_CALL."""
-    children: dict[int, list[int]]
+    children: dict[int, tuple[int, ...]]
     """Of a representative: those that continue it and have sampled ids."""
     extended: set[int]
     """Representatives that a later prompt holds whole, whether or not anything was sampled after it."""
@@ -57,10 +55,10 @@ def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
     representative, members = _merge(recorded)
     answered = [number for number in members if recorded.calls[number].sampled]
     parent, refuted = _parents(recorded, members, answered, preferred)
-    children: dict[int, list[int]] = defaultdict(list)
-    for number in answered:
-        if parent[number] != NO_CALL:
-            children[parent[number]].append(number)
+    children: dict[int, tuple[int, ...]] = {}
+    for above, below in grouped(answered, lambda number: parent[number]).items():
+        if above != NO_CALL:
+            children[above] = tuple(below)
     extended = {number for number in parent.values() if number != NO_CALL}
     links = Links(representative, members, parent, children, extended, answered, set(), 0.0, refuted)
     for number in answered:
@@ -71,6 +69,21 @@ def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
             if difference > LARGEST_DIFFERENCE or _meanings(same) > 1:
                 links.unclear.add(number)
     return links
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(numbers: Iterable[int], key: Callable[[int], _Key]) -> dict[_Key, Sequence[int]]:
+    """Numbers by their key, in order. Most keys have one number, which costs no list."""
+    groups: dict[_Key, Sequence[int]] = {}
+    for number in numbers:
+        found = groups.setdefault(key(number), (number,))
+        if isinstance(found, list):
+            found.append(number)
+        elif found[0] != number:
+            groups[key(number)] = [*found, number]
+    return groups
 
 
 def chain_of(links: Links, number: int) -> list[int]:
@@ -85,18 +98,17 @@ def chain_of(links: Links, number: int) -> list[int]:
 def content_order(recorded: Recorded, number: int) -> tuple[bytes, tuple[str, int]]:
     """Orders calls with equal ids by what else was recorded; names decide between complete equals only."""
     call = recorded.calls[number]
-    return content_digest(recorded.entry(call)), call.key
+    return call.digest, call.key
 
 
-def first_content(recorded: Recorded, numbers: list[int]) -> tuple[bytes, tuple[str, int]]:
+def first_content(recorded: Recorded, numbers: Iterable[int]) -> tuple[bytes, tuple[str, int]]:
     """The smallest `content_order` of identical calls."""
     return min(content_order(recorded, number) for number in numbers)
 
 
-def _merge(recorded: Recorded) -> tuple[list[int], dict[int, list[int]]]:
-    places: dict[tuple[int, int, str], list[int]] = defaultdict(list)
-    for call in recorded.calls:
-        places[call.prompt_vertex, call.end_vertex, call.model].append(call.number)
+def _merge(recorded: Recorded) -> tuple[list[int], dict[int, tuple[int, ...]]]:
+    calls = recorded.calls
+    places = grouped(range(len(calls)), lambda n: (calls[n].prompt_vertex, calls[n].end_vertex, calls[n].model))
     groups = []
     for same in places.values():
         if len(same) == 1:
@@ -110,16 +122,16 @@ def _merge(recorded: Recorded) -> tuple[list[int], dict[int, list[int]]]:
                 unit.sort(key=lambda number: content_order(recorded, number))
         groups += [[unit[i] for unit in units if i < len(unit)] for i in range(max(map(len, units)))]
     representative = list(range(len(recorded.calls)))
-    members: dict[int, list[int]] = {}
+    members: dict[int, tuple[int, ...]] = {}
     for group in sorted(map(sorted, groups)):
-        members[group[0]] = group
+        members[group[0]] = tuple(group)
         for number in group:
             representative[number] = group[0]
     return representative, members
 
 
 def _parents(
-    recorded: Recorded, members: dict[int, list[int]], answered: list[int], preferred: int
+    recorded: Recorded, members: dict[int, tuple[int, ...]], answered: list[int], preferred: int
 ) -> tuple[dict[int, int], int]:
     calls = recorded.calls
     ends: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -134,8 +146,8 @@ def _parents(
         candidates = ends[call.model].get(vertex, [])
         deepest = max((calls[i].prompt for i in candidates), default=0)
         candidates = [i for i in candidates if calls[i].prompt == deepest]
-        hint = call.answer.extra.get(PARENT_HINT)
-        if isinstance(hint, str):
+        hint = call.parent_hint
+        if hint:
             hinted = [i for i in candidates if any(calls[m].model_call_id == hint for m in members[i])]
             refuted += not hinted and hint in by_id
             candidates = hinted or candidates
@@ -196,5 +208,4 @@ def _difference(same: list[Call]) -> float:
 
 def _meanings(same: list[Call]) -> int:
     """How many different policy versions and log-prob modes identical calls claim."""
-    answers = [call.answer for call in same]
-    return len({repr((answer.policy_versions, answer.sampling.get("logprobs_mode"))) for answer in answers})
+    return len({repr((call.policy_versions, call.sampling.get("logprobs_mode"))) for call in same})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,22 +10,36 @@ import msgspec
 import numpy as np
 
 from ..arrays import FloatArray, IdArray
-from ..entry import TokenEntry
+from ..entry import TokenEntry, content_digest
 from ..protocol import CallRecord, TokenCaptureSnapshot
 from ..store.prefix import Node, PrefixSearch
+from ..store.records import Contents, decode_contents, decode_entry, decode_pieces
 from ..store.snapshot import Entries
 from .tree import PrefixTree
 
 __all__ = ("Call", "Recorded", "read_snapshot")
 
+PARENT_HINT = "parent_call_id"
+"""Key in `TokenEntry.extra` under which a harness may say which call it continued."""
+
 
 class Call(msgspec.Struct, eq=False, gc=False):
     """One choice of one answered model call, in the prefix tree."""
 
+    # It holds nothing that the garbage collector follows: thousands of them must not make every collection slow.
+
     number: int
     """Position in `Recorded.calls`, which is sorted by call id and choice."""
-    answer: TokenEntry
-    """What was stored; its prompt may be empty here and is in the tree."""
+    model_call_id: str
+    choice_index: int
+    model: str
+    response_id: str
+    parent_hint: str
+    """The call that it says it continued, or empty."""
+    sampling: dict[str, Any]
+    policy_versions: tuple[Any, ...]
+    generation_token_ids: IdArray
+    generation_log_probs: FloatArray
     record: CallRecord
     prompt: int
     """Length of the prompt in ids."""
@@ -32,23 +47,16 @@ class Call(msgspec.Struct, eq=False, gc=False):
     """Length of prompt and sampled ids together."""
     prompt_vertex: int
     end_vertex: int
-
-    @property
-    def model_call_id(self) -> str:
-        return self.answer.model_call_id
-
-    @property
-    def choice_index(self) -> int:
-        return self.answer.choice_index
+    digest: bytes
+    """Of the whole entry (`content_digest`), where another call has the same ids; else empty."""
+    _entry: TokenEntry | None
+    _contents: bytes
+    _pieces: bytes
 
     @property
     def key(self) -> tuple[str, int]:
         """What identifies the call in its rollout."""
-        return self.answer.model_call_id, self.answer.choice_index
-
-    @property
-    def model(self) -> str:
-        return self.answer.model
+        return self.model_call_id, self.choice_index
 
     @property
     def sampled(self) -> int:
@@ -56,16 +64,21 @@ class Call(msgspec.Struct, eq=False, gc=False):
         return self.total - self.prompt
 
     @property
-    def generation_token_ids(self) -> IdArray:
-        return self.answer.generation_token_ids
+    def contents(self) -> Contents:
+        """The rest of what was put: output items, finish reason and so on; decoded when asked for."""
+        entry = self._entry
+        if entry is None:
+            return decode_contents(self._contents)
+        return Contents(*(getattr(entry, field) for field in Contents._fields))
 
     @property
-    def generation_log_probs(self) -> FloatArray:
-        return self.answer.generation_log_probs
+    def pieces(self) -> list[bytes] | None:
+        """The bytes of each sampled token, if the engine told."""
+        return decode_pieces(self._pieces) if self._entry is None else self._entry.pieces
 
 
 class Recorded(msgspec.Struct, eq=False):
-    """The calls of a snapshot, in an order that follows from their ids alone."""
+    """The calls of a snapshot, in an order that follows from their ids alone. It keeps no file of the snapshot open."""
 
     rollout_id: str
     calls: list[Call]
@@ -80,63 +93,150 @@ class Recorded(msgspec.Struct, eq=False):
         """Whether the sequence of `vertex` starts with that of `ancestor` (or is it)."""
         return self.first[ancestor] <= self.first[vertex] <= self.last[ancestor]
 
-    def entry(self, call: Call) -> TokenEntry:
-        """The entry that was put, with its whole prompt."""
-        if len(call.answer.prompt_token_ids) == call.prompt:
-            return call.answer
+    def prompt_token_ids(self, call: Call) -> IdArray:
+        """int32 [P]: what the engine saw."""
         prompt = np.empty(call.prompt, np.int32)
         self.tree.ids_to(call.prompt_vertex, prompt)
-        return msgspec.structs.replace(call.answer, prompt_token_ids=prompt)
+        return prompt
 
 
 def read_snapshot(snapshot: TokenCaptureSnapshot) -> Recorded:
     """Read every call of `snapshot` once, sharing prefixes as the store does."""
     entries = snapshot.entries
     tree = PrefixTree()
-    found = _from_store(entries, tree) if isinstance(entries, Entries) else _from_entries(entries, tree)
+    reader = _StoredCalls(entries, tree) if isinstance(entries, Entries) else _GivenCalls(entries, tree)
     records = list(snapshot.calls)
     known = {record.model_call_id: record for record in records if record.model_call_id}
-    calls: list[Call] = []
-    for answer, prompt, vertices in sorted(found, key=lambda item: (item[0].model_call_id, item[0].choice_index)):
-        record = known.get(answer.model_call_id)
+    reader.calls.sort(key=lambda call: (call.model_call_id, call.choice_index))
+    for number, call in enumerate(reader.calls):
+        call.number = number
+        record = known.get(call.model_call_id)
         if record is None:  # a source that keeps no ledger
-            record = known[answer.model_call_id] = CallRecord(answer.model_call_id, "recorded")
+            record = known[call.model_call_id] = CallRecord(call.model_call_id, "recorded")
             records.append(record)
-        total = prompt + len(answer.generation_token_ids)
-        calls.append(Call(len(calls), answer, record, prompt, total, *vertices))
+        call.record = record
     records.sort(key=lambda record: (record.model_call_id, record.detail))
-    return Recorded(snapshot.rollout_id, calls, records, tree, *tree.ranks())
+    recorded = Recorded(snapshot.rollout_id, reader.calls, records, tree, *tree.ranks())
+    for call in _with_equals(recorded.calls):
+        call.digest = content_digest(reader.entry(call, recorded))
+    return recorded
 
 
-Found = list[tuple[TokenEntry, int, tuple[int, int]]]
+_NOT_YET = CallRecord("", "open")
 
 
-def _from_store(entries: Entries, tree: PrefixTree) -> Found:
-    """Without a single whole prompt: the store says what each call shares with an earlier one."""
-    found: Found = []
-    chosen = set(entries.chosen)
-    for index, node in enumerate(entries.nodes):
-        stored = entries.load(node)
-        vertices = tree.add(node.parent, node.shared, stored.suffix, stored.generated)
-        if index in chosen:
-            found.append((entries.answer(stored), node.prompt, vertices))
-    return found
+class _StoredCalls:
+    """Calls of a file store, without a single whole prompt: it says what each call shares with an earlier one."""
+
+    def __init__(self, entries: Entries, tree: PrefixTree) -> None:
+        self.calls: list[Call] = []
+        self._entries = entries
+        self._node_of: dict[tuple[str, int], Node] = {}
+        chosen = set(entries.chosen)
+        nodes = entries.nodes
+        # Copied into few arrays, so that no view keeps a file of the snapshot open.
+        ids = np.empty(sum(node.total - node.shared for node in nodes), np.int32)
+        log_probs = np.empty(sum(nodes[i].total - nodes[i].prompt for i in chosen), np.float64)
+        ids_done = log_probs_done = 0
+        for index, node in enumerate(nodes):
+            stored = entries.load(node)
+            start, cut = ids_done, ids_done + node.prompt - node.shared
+            ids_done = start + node.total - node.shared
+            ids[start:cut] = stored.suffix
+            ids[cut:ids_done] = stored.generated
+            generated = ids[cut:ids_done]
+            vertices = tree.add(node.parent, node.shared, ids[start:cut], generated)
+            if index not in chosen:
+                continue
+            known = log_probs[log_probs_done : log_probs_done + len(generated)]
+            known[:] = stored.log_probs
+            log_probs_done += len(generated)
+            head = stored.head
+            encoded = bytes(head.contents)
+            contents = decode_contents(encoded)
+            call = _call(
+                head.model_call_id, head.choice_index, contents, generated, known, node.prompt, node.total, vertices
+            )
+            call._contents, call._pieces = encoded, bytes(head.pieces)
+            self.calls.append(call)
+            self._node_of[call.key] = node
+        ids.flags.writeable = log_probs.flags.writeable = False
+
+    def entry(self, call: Call, recorded: Recorded) -> TokenEntry:
+        stored = self._entries.load(self._node_of[call.key])
+        return decode_entry(recorded.rollout_id, stored, recorded.prompt_token_ids(call))
 
 
-def _from_entries(entries: Sequence[TokenEntry], tree: PrefixTree) -> Found:
-    """From whole prompts, each compared with the conversations before it at memory speed."""
-    found: Found = []
-    nodes: list[Node] = []
-    search = PrefixSearch(nodes, _no_load)
-    # Shorter ones first, so that what a prompt extends is there before it.
-    for entry in sorted(entries, key=lambda e: len(e.prompt_token_ids) + len(e.generation_token_ids)):
-        prompt, generated = entry.prompt_token_ids, entry.generation_token_ids
-        follows, shared = search.find(prompt)
-        total = len(prompt) + len(generated)
-        nodes.append(Node(0, 0, 0, 0, 0, follows, shared, len(prompt), total))
-        search.add(len(nodes) - 1, prompt, generated)
-        found.append((entry, len(prompt), tree.add(follows, shared, prompt[shared:], generated)))
-    return found
+class _GivenCalls:
+    """Calls of any other source, from whole prompts, each compared with the conversations before it."""
+
+    def __init__(self, entries: Sequence[TokenEntry], tree: PrefixTree) -> None:
+        self.calls: list[Call] = []
+        nodes: list[Node] = []
+        search = PrefixSearch(nodes, _no_load)
+        # Shorter ones first, so that what a prompt extends is there before it.
+        for entry in sorted(entries, key=lambda e: len(e.prompt_token_ids) + len(e.generation_token_ids)):
+            prompt, generated = entry.prompt_token_ids, entry.generation_token_ids
+            follows, shared = search.find(prompt)
+            total = len(prompt) + len(generated)
+            nodes.append(Node(0, 0, 0, 0, 0, follows, shared, len(prompt), total))
+            search.add(len(nodes) - 1, prompt, generated)
+            vertices = tree.add(follows, shared, prompt[shared:], generated)
+            contents = Contents(*(getattr(entry, field) for field in Contents._fields))
+            log_probs = entry.generation_log_probs
+            call = _call(
+                entry.model_call_id, entry.choice_index, contents, generated, log_probs, len(prompt), total, vertices
+            )
+            call._entry = entry
+            self.calls.append(call)
+
+    def entry(self, call: Call, recorded: Recorded) -> TokenEntry:
+        assert call._entry is not None
+        return call._entry
+
+
+def _call(
+    model_call_id: str,
+    choice_index: int,
+    contents: Contents,
+    generated: IdArray,
+    log_probs: FloatArray,
+    prompt: int,
+    total: int,
+    vertices: tuple[int, int],
+) -> Call:
+    hint = contents.extra.get(PARENT_HINT)
+    return Call(
+        -1,
+        model_call_id,
+        choice_index,
+        contents.model,
+        contents.response_id,
+        hint if isinstance(hint, str) else "",
+        contents.sampling,
+        tuple(contents.policy_versions),
+        generated,
+        log_probs,
+        _NOT_YET,
+        prompt,
+        total,
+        *vertices,
+        b"",
+        None,
+        b"",
+        b"",
+    )
+
+
+def _with_equals(calls: list[Call]) -> list[Call]:
+    """The calls whose prompt and answer another call has, too."""
+    first: dict[tuple[int, int], Call] = {}
+    groups: dict[tuple[int, int], list[Call]] = defaultdict(list)
+    for call in calls:
+        place = call.prompt_vertex, call.end_vertex
+        if first.setdefault(place, call) is not call:
+            groups[place].append(call)
+    return [call for place, others in groups.items() for call in (first[place], *others)]
 
 
 def _no_load(node: Node) -> Any:

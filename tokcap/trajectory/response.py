@@ -176,7 +176,7 @@ def _ids_of(built: Build, number: int) -> list[int]:
 def _items(built: Build, number: int, ids: list[int]) -> tuple[dict[str, Any], ...]:
     """The output items of one call, one of which carries its tokens; `ids` start with its prompt and its answer."""
     found = built.judged[number]
-    answer = found.source.answer
+    answer = found.source.contents
     items = [dict(item) for item in answer.output_items if isinstance(item, Mapping)]
     carrier = answer.token_item_index
     if len(items) != len(answer.output_items) or not items:
@@ -191,10 +191,10 @@ def _items(built: Build, number: int, ids: list[int]) -> tuple[dict[str, Any], .
 
 def _payload(built: Build, chain: list[int], items: tuple[tuple[dict[str, Any], ...], ...]) -> dict[str, Any]:
     calls = [built.recorded.calls[number] for number in chain]
-    answer = calls[-1].answer
+    answer = calls[-1].contents
     read, sampled = calls[0].prompt, sum(call.sampled for call in calls)
     return {
-        "id": answer.response_id or f"resp_{answer.model_call_id}",
+        "id": answer.response_id or f"resp_{calls[-1].model_call_id}",
         "object": "response",
         "created_at": answer.created_at,
         "model": answer.model,

@@ -49,7 +49,7 @@ def attribute(recorded: Recorded, links: Links, witnesses: Witnesses) -> Scored:
     ):
         if not value:
             continue
-        calls = [call for call in recorded.calls if getattr(call.answer, field) == value]
+        calls = [call for call in recorded.calls if getattr(call, field) == value]
         if witnesses.choice_index is not None:
             calls = [call for call in calls if call.choice_index == witnesses.choice_index]
         candidates = {links.representative[call.number] for call in calls}
@@ -76,7 +76,9 @@ def _by_content(recorded: Recorded, links: Links, response: Mapping[str, Any] | 
     digest = _content_digest(response)
     if digest is None:
         return set()
-    return {number for number in links.answered if answer_digest(recorded.calls[number].answer.output_items) == digest}
+    return {
+        number for number in links.answered if answer_digest(recorded.calls[number].contents.output_items) == digest
+    }
 
 
 def _content_digest(response: Mapping[str, Any] | None) -> bytes | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from ..digests import answer_digest
-from .links import NO_CALL, Links, sound
+from .links import NO_CALL, Links, grouped, sound
 from .recorded import Call, Recorded
 from .samples import is_before, sample_units
 
@@ -31,17 +31,14 @@ def settle_siblings(recorded: Recorded, links: Links, scored: int = NO_CALL) -> 
     """The fate of every representative with sampled ids. `scored` (a representative) is always kept."""
     prompts = _Prompts(recorded)
     fates = {number: Fate() for number in links.answered}
-    groups: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for number in links.answered:
-        call = recorded.calls[number]
-        groups[call.prompt_vertex, call.model].append(number)
-    for group in groups.values():
+    calls = recorded.calls
+    for group in grouped(links.answered, lambda number: (calls[number].prompt_vertex, calls[number].model)).values():
         _settle_group(recorded, links, prompts, group, scored, fates)
     return fates
 
 
 def _settle_group(
-    recorded: Recorded, links: Links, prompts: _Prompts, group: list[int], scored: int, fates: dict[int, Fate]
+    recorded: Recorded, links: Links, prompts: _Prompts, group: Sequence[int], scored: int, fates: dict[int, Fate]
 ) -> None:
     proven = {number for number in group if number == scored or number in links.extended}
     cut_off = [number for number in group if number not in proven and _is_aborted(recorded, links, number)]
@@ -146,7 +143,7 @@ class _Prompts:
         if not self._holding:
             return False
         call = self._recorded.calls[number]
-        digest = answer_digest(call.answer.output_items)
+        digest = answer_digest(call.contents.output_items)
         if digest is None:
             return False
         before = Counter(call.record.request_digests)[digest]

@@ -113,7 +113,7 @@ class Trajectory:
         """(version, start, end) over the sampled positions that belong to this trajectory; None: unknown."""
         spans: list[tuple[Any, int, int]] = []
         for found in self._owned():
-            for version, start, end in _versions(found.source.answer.policy_versions, found.call.sampled):
+            for version, start, end in _versions(found.source.policy_versions, found.call.sampled):
                 start, end = start + found.call.prompt, end + found.call.prompt
                 if spans and spans[-1][0] == version and spans[-1][2] == start:
                     start = spans.pop()[1]

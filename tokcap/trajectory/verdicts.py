@@ -54,7 +54,7 @@ def judge(
     for number in links.answered:
         call, fate = recorded.calls[number], fates[number]
         source = received(recorded, links, number)
-        behaviour = is_behaviour(source.answer.sampling)
+        behaviour = is_behaviour(source.sampling)
         outcomes = {same.record.outcome for same in sound(recorded, links, number)}
         verdict: Category = "trained"
         if call.model not in models:

@@ -18,6 +18,7 @@ import numpy as np
 
 from tests import recordings
 from tokcap import Build, TokenEntry, Trajectory, consume, process_source, token_id_capture_config
+from tokcap.arrays import FloatArray, IdArray
 from tokcap.delivery import Delivery
 from tokcap.trajectory import rebuild_from
 
@@ -113,12 +114,16 @@ def wrong_captures(build: Build, recorded: recordings.RecordedRollout) -> Iterat
     }
     yield from (f"{key} is not in both" for key in sorted(expected.keys() ^ found.keys()))
     for key in expected.keys() & found.keys():
-        entry = expected[key]
-        pairs = zip(
-            (entry.prompt_token_ids, entry.generation_token_ids, entry.generation_log_probs), found[key], strict=True
-        )
-        if not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs):
+        if not same_tokens(expected[key], *found[key]):
             yield f"{key} was captured with other tokens"
+
+
+def same_tokens(entry: TokenEntry, prompt: IdArray, ids: IdArray, log_probs: FloatArray) -> bool:
+    return (
+        np.array_equal(entry.prompt_token_ids, prompt)
+        and np.array_equal(entry.generation_token_ids, ids)
+        and entry.generation_log_probs.tobytes() == log_probs.tobytes()
+    )
 
 
 def wrong_trajectories(build: Build, recorded: recordings.RecordedRollout) -> Iterator[str]:

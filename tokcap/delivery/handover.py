@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..trajectory import Build, Trajectory
 
-if TYPE_CHECKING:
-    from .rollouts import Rollouts
+__all__ = ("Delivery", "Retire", "same_trained")
 
-__all__ = ("Delivery", "same_trained")
+Retire = Callable[["Delivery"], Awaitable[bool]]
+"""Retires what a delivery was made of."""
 
 
 class Delivery:
@@ -33,7 +33,7 @@ class Delivery:
 
     def __init__(
         self,
-        consumer: Rollouts,
+        retire: Retire,
         rollout_id: str,
         *,
         snapshot_id: str = "",
@@ -45,7 +45,7 @@ class Delivery:
         record: Mapping[str, Any] | None = None,
         resumed: bool = False,
     ) -> None:
-        self._consumer = consumer
+        self._retire = retire
         self._loop = asyncio.get_running_loop()
         self._retired = False
         self.rollout_id, self.group, self.record = rollout_id, group, record
@@ -71,7 +71,7 @@ class Delivery:
         loop again, with `replaces` set. One that changes nothing of it is retired at once.
         """
         if not self._retired and self.version and (discard or not self.masked):
-            self._retired = await self._consumer._retire(self)
+            self._retired = await self._retire(self)
         return self._retired
 
     def done_now(self, *, discard: bool = False) -> bool:

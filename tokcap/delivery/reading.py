@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -13,10 +13,7 @@ from ..errors import RetiredError
 from ..protocol import TokenCaptureSnapshot, TokenSource
 from ..trajectory import Build, build, group_of
 from .freezing import error_text, freeze, in_thread
-from .handover import Delivery
-
-if TYPE_CHECKING:
-    from .rollouts import Rollouts
+from .handover import Delivery, Retire
 
 __all__ = ("GroupOf", "How", "ScoredOf", "Wanted", "read_again", "read_rollout")
 
@@ -47,11 +44,11 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 async def read_rollout(
-    consumer: Rollouts, source: TokenSource, wanted: Wanted, how: How, claim: Callable[[TokenCaptureSnapshot], bool]
+    retire: Retire, source: TokenSource, wanted: Wanted, how: How, claim: Callable[[TokenCaptureSnapshot], bool]
 ) -> Delivery | None:
     """Freeze and build; None if it is retired already, or if `claim` says that somebody has this snapshot already."""
     if wanted.error:
-        return Delivery(consumer, "", reason="no_rollout_id", error=wanted.error, record=wanted.record)
+        return Delivery(retire, "", reason="no_rollout_id", error=wanted.error, record=wanted.record)
     try:
         snapshot = await freeze(source, wanted.rollout_id, wanted.wait_open_s)
         claimed = claim(snapshot)
@@ -59,14 +56,14 @@ async def read_rollout(
         logger.info("rollout %s was consumed before", wanted.rollout_id)
         return None
     except Exception as error:
-        return _unreadable(consumer, wanted, how, error)
+        return _unreadable(retire, wanted, how, error)
     if not claimed:
         _close(snapshot)
         return None
-    return await _read(consumer, snapshot, wanted, how)
+    return await _read(retire, snapshot, wanted, how)
 
 
-async def read_again(consumer: Rollouts, source: Any, delivery: Delivery, how: How) -> Delivery | None:
+async def read_again(retire: Retire, source: Any, delivery: Delivery, how: How) -> Delivery | None:
     """The newer version of what was handed over; None if there is none, or if it can't be read now, which is logged."""
     rollout_id = delivery.rollout_id
     try:
@@ -82,18 +79,18 @@ async def read_again(consumer: Rollouts, source: Any, delivery: Delivery, how: H
             "rollout %s: version %d was not retired, and there is no newer one", rollout_id, delivery.version
         )
         return None
-    return await _read(consumer, snapshot, Wanted(rollout_id, 0.0, delivery.record, delivery.resumed), how)
+    return await _read(retire, snapshot, Wanted(rollout_id, 0.0, delivery.record, delivery.resumed), how)
 
 
-async def _read(consumer: Rollouts, snapshot: TokenCaptureSnapshot, wanted: Wanted, how: How) -> Delivery:
+async def _read(retire: Retire, snapshot: TokenCaptureSnapshot, wanted: Wanted, how: How) -> Delivery:
     try:
         built = await in_thread(lambda: _build(snapshot, wanted, how))
     except Exception as error:
-        return _unreadable(consumer, wanted, how, error, snapshot)
+        return _unreadable(retire, wanted, how, error, snapshot)
     finally:
         _close(snapshot)
     return Delivery(
-        consumer,
+        retire,
         wanted.rollout_id,
         snapshot_id=built.snapshot_id,
         version=built.version,
@@ -117,14 +114,14 @@ def _build(snapshot: TokenCaptureSnapshot, wanted: Wanted, how: How) -> Build:
 
 
 def _unreadable(
-    consumer: Rollouts, wanted: Wanted, how: How, error: Exception, snapshot: TokenCaptureSnapshot | None = None
+    retire: Retire, wanted: Wanted, how: How, error: Exception, snapshot: TokenCaptureSnapshot | None = None
 ) -> Delivery:
     logger.warning("rollout %s can't be read, its evidence is kept: %r", wanted.rollout_id, error)
     group = ""
     with contextlib.suppress(Exception):  # a function of the caller, which may be what failed
         group = how.group_of(wanted.rollout_id, {})
     return Delivery(
-        consumer,
+        retire,
         wanted.rollout_id,
         snapshot_id="" if snapshot is None else snapshot.snapshot_id,
         version=0 if snapshot is None else snapshot.version,

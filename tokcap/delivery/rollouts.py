@@ -133,7 +133,7 @@ class Rollouts:
 
     async def _read(self, wanted: Wanted) -> None:
         assert self._source is not None  # nothing is wanted without one
-        delivery = await read_rollout(self, self._source, wanted, self._how, self._claim)
+        delivery = await read_rollout(self._retire, self._source, wanted, self._how, self._claim)
         if delivery is None:
             self._slots.release()
         else:
@@ -159,7 +159,7 @@ class Rollouts:
                 if await retire_exactly(self._source, last.rollout_id, last.snapshot_id, last.version):
                     self._claimed.pop(last.rollout_id, None)
                     return True
-                newer = await read_again(self, self._source, last, self._how)
+                newer = await read_again(self._retire, self._source, last, self._how)
                 if newer is None:
                     return False
                 self._claimed[newer.rollout_id] = (newer.snapshot_id, newer.version)

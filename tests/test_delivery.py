@@ -7,6 +7,7 @@ import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,7 @@ def test_rule_23_a_record_without_a_response_gets_the_rebuilt_one(stores: MakeSt
     asyncio.run(body())
 
 
-def test_output_without_tool_results_is_replaced_as_a_whole(stores: MakeStore) -> None:
+def test_an_output_of_the_last_answer_alone_gets_the_calls_before_it(stores: MakeStore) -> None:
     async def body() -> None:
         store = stores()
         await two_turns(store)
@@ -149,6 +150,73 @@ def test_output_without_tool_results_is_replaced_as_a_whole(stores: MakeStore) -
         await finalized(record, store)
         assert [item["type"] for item in record["response"]["output"]] == ["reasoning", "function_call", "message"]
         assert len(carriers(record)) == 2
+        await store.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("output", [(message("AGENT TIMED OUT"),), (function_call("add", '{"a": 1}'),)])
+def test_rule_25_an_answer_that_nobody_captured_keeps_its_output(stores: MakeStore, output: tuple[Any, ...]) -> None:
+    async def body() -> None:
+        store = stores()
+        await two_turns(store)
+        record = record_of(*output)
+        before = copy.deepcopy(record["response"])
+        done = await finalized(record, store)
+        assert done.reasons == ("not_aligned",)
+        assert record["response"] == before
+        await store.close()
+
+    asyncio.run(body())
+
+
+class ResponseObject:
+    """A response that is no mapping."""
+
+    output = (message("It is 42."),)
+
+
+@pytest.mark.parametrize("response", ["text", 5, [], ResponseObject()], ids=["text", "number", "list", "object"])
+def test_rule_25_a_response_that_is_no_mapping_is_kept_as_it_is(stores: MakeStore, response: object) -> None:
+    async def body() -> None:
+        store = stores()
+        await two_turns(store)
+        record: dict[str, Any] = {"rollout_id": "r", "response": response}
+        done = await finalized(record, store)
+        assert done.reasons == ("not_aligned",)
+        assert record["response"] is response
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_rule_25_tuples_and_mappings_that_cannot_be_changed_are_taken_too(stores: MakeStore) -> None:
+    async def body() -> None:
+        store = stores()
+        await two_turns(store)
+        response = MappingProxyType({"id": "own", "output": TWO_TURNS, "status": "completed"})
+        record: dict[str, Any] = {"rollout_id": "r", "response": response}
+        done = await finalized(record, store)
+        assert not done.masked
+        assert record["response"]["status"] == "completed"
+        kinds = [item["type"] for item in record["response"]["output"]]
+        assert kinds == ["reasoning", "function_call", "function_call_output", "message"]
+        assert len(carriers(record)) == 2
+        assert response["output"] == TWO_TURNS
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_rule_25_a_tool_call_keeps_the_id_that_its_result_refers_to(stores: MakeStore) -> None:
+    async def body() -> None:
+        store = stores()
+        await two_turns(store)
+        call = {**function_call("add", '{"a": 1}'), "call_id": "short"}
+        record = record_of(call, result("short"), message("It is 42."))
+        await finalized(record, store)
+        placed = {item["type"]: item for item in record["response"]["output"]}
+        assert placed["function_call"]["call_id"] == placed["function_call_output"]["call_id"] == "short"
         await store.close()
 
     asyncio.run(body())

@@ -40,9 +40,38 @@ def aligned(output: Items, *groups: Items) -> str | None:
     return None if told is None else "".join(told)
 
 
-def test_without_foreign_items_the_output_is_replaced_as_a_whole() -> None:
+def test_an_output_that_shows_nothing_is_replaced_as_a_whole() -> None:
     assert aligned([], captured(message("a"))) == "M"
-    assert aligned([message("other")], captured(function_call("x")), captured(message("a"))) == "FM"
+    assert aligned([reasoning("hm")], captured(function_call("x")), captured(message("a"))) == "FM"
+
+
+def test_an_output_that_shows_the_last_answers_only_gets_the_calls_before_them_too() -> None:
+    assert aligned([message("a")], captured(function_call("x")), captured(message("a"))) == "FM"
+
+
+def test_an_output_that_says_something_else_is_kept() -> None:
+    calls = captured(function_call("x")), captured(message("a"))
+    assert aligned([message("AGENT TIMED OUT")], *calls) is None
+    assert aligned([message("a"), message("AGENT TIMED OUT")], *calls) is None
+    # An answer that was named by an id is the captured one, however it was rewritten.
+    assert shown(aligned_output([message("rewritten")], calls, named=True)) == ["F", "M"]
+
+
+def test_an_output_that_ends_at_an_earlier_answer_is_kept() -> None:
+    assert aligned([message("one")], captured(message("one")), captured(message("two"))) is None
+
+
+def test_answers_of_earlier_segments_stay_without_tokens_also_where_nothing_else_stands() -> None:
+    assert aligned([message("one"), message("two")], captured(message("two"))) == "mM"
+
+
+def test_a_captured_tool_call_takes_the_id_that_its_result_refers_to() -> None:
+    own = {**function_call("x"), "call_id": "1", "id": "fc_1"}
+    output = [own, result("1"), message("a")]
+    placed = aligned_output(output, [captured(function_call("x")), captured(message("a"))])
+    assert placed is not None
+    assert (placed[0]["call_id"], placed[0]["id"], placed[0]["captured"]) == ("1", "fc_1", True)
+    assert placed[1] == output[1]
 
 
 def test_foreign_items_stay_between_the_calls() -> None:

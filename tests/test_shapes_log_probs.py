@@ -55,10 +55,17 @@ def test_hazard_09_log_prob_is_that_of_the_sampled_token_not_of_an_alternative()
     assert only_choice(with_content(entries)).generation_log_probs == LOG_PROBS
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_hazard_09_another_number_of_log_probs_than_ids_is_refused(count: int) -> None:
-    entries = (shape_examples.content() * 2)[:count]
-    assert f"choices[0].logprobs.content gives {count} log-probs, but there are 2 sampled ids" in refusal(
+@pytest.mark.parametrize("count", [0, 1])
+def test_hazard_09_fewer_log_probs_than_ids_are_all_unknown_because_nothing_tells_which_are_missing(count: int) -> None:
+    (choice,) = parse_answer(with_content(shape_examples.content()[:count])).choices
+    assert list(choice.generation_log_probs) == [None, None]
+    assert not choice.log_probs_present
+    assert len(choice.generation_token_ids) == 2
+
+
+def test_hazard_09_more_log_probs_than_ids_are_refused() -> None:
+    entries = (shape_examples.content() * 2)[:3]
+    assert "choices[0].logprobs.content gives 3 log-probs, but there are 2 sampled ids" in refusal(
         with_content(entries)
     )
 

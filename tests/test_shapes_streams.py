@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -225,10 +226,53 @@ def test_hazard_09_chunk_without_log_probs_leaves_its_positions_unknown() -> Non
     assert (choice.generation_log_probs, choice.log_probs_present) == ([None, None], False)
 
 
-def test_hazard_09_chunk_with_fewer_log_probs_than_ids_is_refused() -> None:
-    short = chunk(part(logprobs={"content": shape_examples.content()[:1]}, token_ids=IDS, **FINISH))
-    with pytest.raises(UnusableAnswerError, match="gives 1 log-probs, but there are 2"):
-        parse_answer(joined([OPENING, short]).answer())
+def test_hazard_09_a_chunk_with_fewer_log_probs_than_ids_leaves_its_positions_unknown_and_no_others() -> None:
+    events = [
+        OPENING,
+        chunk(part(logprobs={"content": shape_examples.content()[:1]}, token_ids=[11])),
+        chunk(part(logprobs={"content": shape_examples.content()[:1]}, token_ids=IDS, **FINISH)),
+    ]
+    (choice,) = parse_answer(joined(events).answer()).choices
+    known = shape_examples.content()[0]["logprob"]
+    assert list(choice.generation_log_probs) == [known, *[None] * len(IDS)]
+    assert choice.log_probs_present
+
+
+def test_hazard_09_a_chunk_with_more_log_probs_than_ids_is_refused() -> None:
+    long = chunk(part(logprobs={"content": shape_examples.content()}, token_ids=IDS[:1], **FINISH))
+    with pytest.raises(UnusableAnswerError, match="gives 2 log-probs, but there are 1"):
+        parse_answer(joined([OPENING, long]).answer())
+
+
+@pytest.mark.parametrize("odd", ["x", 5, 1.5, True, {"a": 1}])
+@pytest.mark.parametrize("key", ["token_ids", "response_token_ids", "sampling_mask"])
+def test_no_value_of_an_event_makes_the_joiner_raise(key: str, odd: Any) -> None:
+    joiner = StreamJoiner()
+    values: tuple[Any, ...] = (odd, [5], odd)
+    for value in values:
+        fields: dict[str, Any] = {key: value}
+        joiner.feed_event(chunk(part(**fields)))
+    with contextlib.suppress(UnusableAnswerError):
+        joiner.answer()
+    assert joiner.events == 3
+
+
+def test_tool_calls_without_an_index_are_told_apart_by_their_ids_or_names() -> None:
+    def deltas(*calls: dict[str, Any]) -> Any:
+        events = [OPENING, *(chunk(part(delta={"tool_calls": [call]})) for call in calls), chunk(part(**FINISH))]
+        return joined(events).answer()["choices"][0]["message"]["tool_calls"]
+
+    by_id = deltas(
+        {"id": "a", "function": {"name": "f", "arguments": "{"}},
+        {"function": {"arguments": "}"}},
+        {"id": "b", "function": {"name": "g", "arguments": '{"x":1}'}},
+    )
+    assert [(call["id"], call["function"]) for call in by_id] == [
+        ("a", {"name": "f", "arguments": "{}"}),
+        ("b", {"name": "g", "arguments": '{"x":1}'}),
+    ]
+    by_name = deltas({"function": {"name": "f", "arguments": "{}"}}, {"function": {"name": "f", "arguments": "[]"}})
+    assert [call["function"]["arguments"] for call in by_name] == ["{}", "[]"]
 
 
 def test_tool_calls_reasoning_and_weights_are_joined() -> None:

@@ -614,7 +614,7 @@ def test_ids_that_a_kept_sibling_explains_are_not_those_of_an_aborted_call() -> 
     assert status(v, "a") == {"aborted": 2}
     v = verdict(call("a", [0], [1, 2, 2], outcome="aborted"), call("b", [0], [1, 3]), call("c", [0, 1, 2, 0], [3]))
     assert status(v, "a") == {"trained": 2, "aborted": 1}
-    assert status(v, "b") == {"trained": 2}
+    assert status(v, "b") == {"abandoned": 2}  # the client went on with the other one
 
 
 def test_answer_that_came_twice_and_was_aborted_once_is_not_aborted() -> None:

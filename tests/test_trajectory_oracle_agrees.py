@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -14,11 +17,14 @@ from tests.rollout_examples import (
     drifting_rollouts,
     gapped_rollouts,
     questions,
+    renamed,
+    reordered,
     retried_rollouts,
     rollouts,
+    snapshot_of,
 )
 from tokcap import TokenCaptureSnapshot
-from tokcap.trajectory import Build, build
+from tokcap.trajectory import Build, build, rebuild_from
 from tokcap.trajectory.verdicts import CATEGORIES
 
 EXAMPLES = st.one_of(rollouts(), chains(), drifting_rollouts(), retried_rollouts(), gapped_rollouts())
@@ -80,3 +86,53 @@ def test_builds_agree_with_the_plain_reading_of_the_rules(
 ) -> None:
     example, models, scored = question
     compare(example, example, {"models": models, "scored": scored})
+
+
+def outcome(given: TokenCaptureSnapshot) -> Any:
+    """All that a build and a rebuild say, without the names of calls."""
+    built = build(given)
+    rebuilt = rebuild_from(built)
+    response = rebuilt.response and [
+        (item["prompt_token_ids"], item["generation_token_ids"], item["generation_log_probs"])
+        for item in rebuilt.response["output"]
+    ]
+    return (
+        [
+            (
+                t.token_ids.tolist(),
+                t.loss_mask.tolist(),
+                t.log_probs[t.loss_mask].tolist(),
+                t.flags,
+                t.shared,
+                t.prefix_of,
+                t.policy_versions,
+                [(span.start, span.end, span.owned, span.verdict, span.trained) for span in t.calls],
+            )
+            for t in built.trajectories
+        ],
+        {name: value for name, value in built.metrics.items() if name != "largest_log_prob_difference"},
+        built.reasons,
+        (response, rebuilt.reasons, rebuilt.metrics["segments"], rebuilt.metrics["delivered_fraction"]),
+        sorted((drift.index, drift.kept, drift.lost, drift.before_answer) for drift in built.drifts),
+    )
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(EXAMPLES, st.randoms(use_true_random=False))
+def test_neither_names_of_calls_nor_the_order_of_entries_change_anything(
+    example: Example, chance: random.Random
+) -> None:
+    names = sorted({record.model_call_id for record in example.calls if record.model_call_id})
+    others = [f"x{i}" for i in range(len(names))]
+    chance.shuffle(others)
+    expected = outcome(example)
+    assert outcome(reordered(example, chance)) == expected
+    assert outcome(renamed(example, dict(zip(names, others, strict=True)))) == expected
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rollouts(clocks=("none",)))
+def test_a_file_store_gives_what_hand_made_snapshots_give(example: Example) -> None:
+    with tempfile.TemporaryDirectory() as directory, snapshot_of(example, Path(directory)) as snapshot:
+        stored = Example(list(snapshot.entries), snapshot.calls, rollout_id=snapshot.rollout_id)
+        assert outcome(snapshot) == outcome(stored)

@@ -8,6 +8,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tests.rollout_examples import Example, call, example, missing, questions, renamed, reordered, samples
 from tokcap import CallRecord, FileStore, Snapshot, TokenEntry
 from tokcap.digests import answer_digest, message_digest
+from tokcap.errors import InvalidOptionError
 from tokcap.trajectory import (
     FLAGS,
     METRICS,
@@ -208,6 +210,26 @@ def test_rule_03_identical_calls_that_mean_different_things_are_not_trained(othe
     assert built.metrics["unknown"] == 1
     close = build(example(call("a", [1], [2], [-0.1]), call("b", [1], [2], [-0.6])))
     assert close.metrics["trained"] == 1
+
+
+def test_rule_03_of_identical_calls_all_are_asked_whatever_they_are_called() -> None:
+    """Content, times, ids and texts of any of them count, not those of the one with the smallest name."""
+
+    def pair(first: str, second: str) -> Example:
+        return example(
+            call(first, [1], [2], begun=1, ended=2, output_items=text("one"), response_id="r1", delivered="no"),
+            call(second, [1], [2], begun=5, ended=6, output_items=text("two"), response_id="r2", delivered="full"),
+            missing("l", begun=3, ended=4),
+        )
+
+    for rollout in (pair("a", "b"), pair("b", "a")):
+        for said in ("one", "two"):
+            assert build(rollout, response={"output": text(said)}).scored.spoke == ("content",)
+        for declared in ("r1", "r2"):
+            rebuilt = rebuild_response(rollout, response_id=declared)
+            assert rebuilt.response is not None
+            assert rebuilt.response["id"] == "r2"  # what the client received
+        assert rebuild_response(rollout).reasons == ("lost_call",)
 
 
 def test_rule_04_a_call_without_generated_tokens_is_never_a_parent_and_is_counted() -> None:
@@ -403,6 +425,43 @@ def test_rule_09_ids_and_text_that_name_different_siblings_tell_nothing() -> Non
     assert build(Example(given.entries, calls)).metrics["ambiguous"] == 4
 
 
+def test_rule_09_an_answer_that_was_cut_off_competes_if_the_client_went_on_with_it() -> None:
+    built = build(
+        example(call("a", [1], [2, 3, 4], outcome="aborted"), call("b", [1], [6, 7]), call("next", [1, 2, 3, 9], [8]))
+    )
+    assert trained(built) == {"a": [2, 3], "next": [8]}
+    assert (built.metrics["abandoned"], built.metrics["aborted"]) == (2, 1)
+
+
+def test_rule_09_the_texts_of_identical_siblings_all_count() -> None:
+    digest = answer_digest(text("blue"))
+    assert digest is not None
+    for names in (("a", "b"), ("b", "a")):
+        given = example(
+            call(names[0], [1], [2], output_items=text("?")),
+            call(names[1], [1], [2], output_items=text("blue")),
+            call("other", [1], [3], output_items=text("red")),
+            call("next", [7, 7], [8]),
+        )
+        calls = [
+            msgspec.structs.replace(r, request_digests=(digest,) if r.model_call_id == "next" else ())
+            for r in given.calls
+        ]
+        found = build(Example(given.entries, calls))
+        assert (found.metrics["trained"], found.metrics["abandoned"], found.metrics["ambiguous"]) == (2, 2, 0)
+
+
+def test_rule_08_a_call_that_came_before_does_not_extend() -> None:
+    given = example(
+        call("earlier", [1, 2, 9], [9], begun=0, ended=1),
+        call("a", [1], [2], begun=2, ended=3),
+        call("b", [1], [3], begun=4, ended=5),
+        call("next", [1, 3, 4], [5], begun=6, ended=7),
+    )
+    built = build(given)
+    assert trained(built) == {"earlier": [9], "b": [3], "next": [5]}
+
+
 def test_rule_10_a_final_call_sent_twice_leaves_the_trunk_trained_and_its_answers_ambiguous() -> None:
     built = build(
         example(
@@ -585,6 +644,40 @@ def test_rule_13_a_shorter_history_is_truncated_or_compacted() -> None:
     assert (drift.kind, drift.before_answer) == ("truncated_or_compacted", True)
 
 
+def test_rule_13_an_earlier_prompt_that_shares_more_is_nearer_than_an_answer_that_was_left() -> None:
+    given = example(
+        call("a", [1], [2, 3], begun=0, ended=1),
+        call("b", [1, 2, 9, 9, 9, 9, 9], [4, 4], begun=2, ended=3),  # drifted from a
+        call("c", [1, 2, 9, 9, 9, 8, 8], [5], begun=4, ended=5),  # forked from b's prompt
+    )
+    drifts = {drift.call[0]: drift for drift in build(given).drifts}
+    assert (drifts["b"].nearest, drifts["b"].index, drifts["b"].before_answer) == (("a", 0), 2, False)
+    assert (drifts["c"].nearest, drifts["c"].index, drifts["c"].before_answer) == (("b", 0), 5, True)
+    assert build(given).metrics["drift_lost"] == 1
+
+
+def test_rule_13_of_several_earlier_calls_the_latest_is_nearest() -> None:
+    given = example(
+        call("a", [1, 2, 3], [4], begun=0, ended=1),
+        call("b", [1, 2, 3, 4, 5], [6], begun=2, ended=3),
+        call("compacted", [1, 9], [7], begun=4, ended=5),
+    )
+    (drift,) = build(given).drifts
+    assert (drift.nearest, drift.index, drift.kept, drift.lost) == (("b", 0), 1, 0, 1)
+
+
+def test_rule_13_a_prompt_that_stops_within_a_cut_off_answer_holds_its_beginning() -> None:
+    given = example(call("a", [1], [2, 3, 4, 5], outcome="aborted"), call("b", [1, 2, 3], [6]))
+    built = build(given)
+    (drift,) = built.drifts
+    assert (drift.nearest, drift.index, drift.kept, drift.lost) == (("a", 0), 3, 2, 2)
+    assert build(given, token_bytes=lambda i: bytes([i])).drifts[0].kind == "truncated_or_compacted"
+    rebuilt = rebuild_response(given)
+    assert rebuilt.calls == (("b", 0),)
+    assert (rebuilt.metrics["segments"], rebuilt.metrics["delivered"], rebuilt.metrics["trained"]) == (2, 1, 3)
+    assert rebuild_response(given, on_drift="mask").reasons == ("drift",)
+
+
 def test_rule_14_a_prompt_that_holds_assistant_turns_before_the_first_call_is_a_root() -> None:
     built = build(example(call("a", [1, 5, 5, 1, 6, 6, 1], [2]), call("b", [1, 5, 5, 1, 6, 6, 1, 2, 3], [4])))
     (trajectory,) = built.trajectories
@@ -639,6 +732,28 @@ def test_rule_15_the_rebuild_is_masked_if_the_lost_call_may_be_inside_or_the_las
     assert not named.masked
 
 
+def test_rule_15_text_alone_does_not_prove_that_the_lost_call_is_not_the_final_one() -> None:
+    chain = [
+        call("a", [1], [2], begun=2, ended=3, output_items=text("a"), response_id="r-a"),
+        call("b", [1, 2, 3], [4], begun=6, ended=7, output_items=text("ok"), response_id="r-b"),
+    ]
+    given = example(*chain, missing("l", begun=8, ended=9))
+    assert rebuild_response(given, response={"output": text("ok")}).reasons == ("lost_call",)
+    assert not rebuild_response(given, response={"id": "r-b", "output": text("ok")}).masked
+
+
+def test_rule_15_a_lost_call_between_two_segments_lies_inside_the_scored_chain() -> None:
+    chain = [
+        call("a", [1], [2], begun=0, ended=1),
+        call("b", [1, 2, 3], [4, 5], begun=2, ended=3),
+        call("c", [1, 2, 3, 4, 9, 9], [6], begun=6, ended=7),  # b drifted
+    ]
+    assert not rebuild_response(example(*chain)).masked
+    for begun, masked in ((1.5, True), (4, True), (-1, False)):
+        given = example(*chain, missing("l", begun=begun, ended=begun + 0.2))
+        assert rebuild_response(given).masked is masked, begun
+
+
 def test_rule_15_a_call_that_generated_nothing_changes_nothing() -> None:
     chain = [call("a", [1], [2], begun=0, ended=1), call("b", [1, 2, 3], [4], begun=6, ended=7)]
     built = build(example(*chain, missing("n", "no_generation", begun=3, ended=4)))
@@ -675,6 +790,23 @@ def test_rule_16_ids_that_a_kept_sibling_sampled_too_are_not_counted_for_the_abo
     )
     assert trained(built) == {"again": [2, 3, 4], "next": [6]}
     assert built.metrics["aborted"] == 3
+
+
+def test_rule_16_an_aborted_last_answer_leaves_the_chain_before_it() -> None:
+    rebuilt = rebuild_response(example(call("a", [1], [2]), call("b", [1, 2, 3], [4, 5], outcome="aborted")))
+    assert rebuilt.calls == (("a", 0),)
+    assert rebuild_response(example(call("a", [1], [2], outcome="aborted"))).reasons == ("aborted",)
+
+
+def test_rule_16_of_several_choices_only_those_that_were_cut_off_are_aborted() -> None:
+    entries = [
+        call("a", [1], [2, 3], choice=0, finish_reason="stop").entries[0],
+        call("a", [1], [4, 5], choice=1, finish_reason="aborted").entries[0],
+    ]
+    for outcome in ("aborted", "recorded"):
+        built = build(Example(entries, [CallRecord("a", outcome)]))
+        assert trained(built) == {"a": [2, 3]}
+        assert built.metrics["aborted"] == 2
 
 
 def test_rule_17_calls_of_different_models_never_link() -> None:
@@ -731,6 +863,16 @@ def test_rule_18_content_alone_never_cuts_a_chain_at_a_call_that_is_continued() 
     # The same text at two ends tells nothing.
     given = example(call("a", [1], [2], output_items=text("x")), call("b", [5], [6], output_items=text("x")))
     assert scored(build(given, response={"output": text("x")})) is None
+
+
+def test_rule_18_content_alone_never_cuts_a_chain_at_a_call_whose_continuation_drifted() -> None:
+    given = example(
+        call("a", [1, 1], [2, 3], begun=0, ended=1, output_items=text("ok")),
+        call("b", [1, 1, 2, 9, 9], [4], begun=2, ended=3, output_items=text("final")),
+    )
+    assert scored(build(given, response={"output": text("ok")})) is None
+    assert trained(build(given, response={"output": text("ok")})) == {"a": [2, 3], "b": [4]}
+    assert scored(build(given, response={"output": text("final")})) == "b"
 
 
 def test_rule_18_an_unknown_id_of_the_response_itself_says_nothing() -> None:
@@ -838,6 +980,12 @@ def test_rule_20_the_group_is_the_meta_group_or_the_id_without_its_tail(
     rollout_id: str, meta: dict[str, object], group: str
 ) -> None:
     assert group_of(rollout_id, meta) == group
+
+
+def test_rule_20_policy_versions_that_overlap_are_unknown() -> None:
+    for versions in ([("a", 0, 2), ("b", 1, 3)], [("a", True, 2)], [("a", 0.0, 2)], ["a"], [("a", 0)]):
+        built = build(example(call("x", [1], [2, 3, 4], policy_versions=versions)))
+        assert built.trajectories[0].policy_versions == ((None, 1, 4),)
 
 
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf, -math.inf, -9999.0, 0.5, 1e-3])
@@ -1078,6 +1226,38 @@ def test_many_lost_calls_of_a_long_chain_are_placed_one_by_one() -> None:
     assert {built.recorded.calls[number].model_call_id for number in built.gaps} == {
         f"c{i + 1:03d}" for i in range(0, 299, 3)
     }
+
+
+@pytest.mark.parametrize("given", [{}, [], None, "rollout", FileStore])
+def test_something_that_is_no_snapshot_is_refused_by_name(given: object) -> None:
+    with pytest.raises(InvalidOptionError, match="build takes a snapshot"):
+        build(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", [{"response": "text"}, {"response": []}, {"models": 5}])
+def test_a_witness_or_model_of_another_kind_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOptionError, match=r"response is a|models is 5"):
+        build(example(call("a", [1], [2])), **asked)
+
+
+def test_hazard_02_a_source_that_hands_over_two_payloads_for_one_call_shows_a_conflict() -> None:
+    one = call("a", [1], [2, 3], [-0.5, -0.5]).entries[0]
+    ids = call("a", [1], [2, 4], [-0.5, -0.5]).entries[0]
+    log_probs = call("a", [1], [2, 3], [-0.5, -0.25]).entries[0]
+    after = call("b", [1, 2, 3, 9], [5]).entries[0]
+    records = [CallRecord("a", "recorded"), CallRecord("b", "recorded")]
+    for other in (ids, log_probs):
+        for entries in ([one, other, after], [other, one, after]):
+            built = build(Example(entries, records))
+            assert trained(built) == {"b": [5]}
+            assert (built.metrics["conflict"], built.metrics["conflict_calls"]) == (2, 1)
+    assert trained(build(Example([one, one, after], records))) == {"a": [2, 3], "b": [5]}
+
+
+def test_a_snapshot_without_meta_has_a_group_all_the_same() -> None:
+    given = example(call("a", [1], [2]))
+    given.meta = None  # type: ignore[attr-defined]
+    assert build(given).group == "rollout"
 
 
 def test_the_words_that_builds_speak_are_all_explained() -> None:

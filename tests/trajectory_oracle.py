@@ -81,7 +81,12 @@ def judge(
     final = next((node for node in nodes if node.key == merged.get(scored)), None) if scored is not None else None
 
     parents = {node.key: _parent(node, nodes, final) for node in nodes}
-    extended = {parent.key for parent in parents.values() if parent is not None}
+    extended = {
+        parent.key
+        for node in nodes
+        for parent in [parents[node.key]]
+        if parent is not None and not _all_before(node, parent)
+    }
     fates = _fates(nodes, extended, final)
     after_final = _after_final(nodes, parents, final)
     selected = _selected_models(nodes, models, final)
@@ -150,7 +155,9 @@ class _Node:
     @property
     def aborted(self) -> bool:
         # If one of the calls ended well, the answer did.
-        return bool(self.sound) and all(span.record.outcome == "aborted" for span in self.sound)
+        return bool(self.sound) and all(
+            "aborted" in (span.record.outcome, span.entry.finish_reason) for span in self.sound
+        )
 
     @property
     def delivered(self) -> str:
@@ -302,14 +309,14 @@ def _fates(nodes: list[_Node], extended: set[Key], final: _Node | None) -> dict[
 def _fates_of_units(
     units: list[list[_Node]], proven: list[_Node], stopped: list[_Node], nodes: list[_Node]
 ) -> list[str]:
-    if len(units) < 2:
+    rivals = [unit for unit in _components(stopped, _samples) if any(_run(n, other) for n in unit for other in nodes)]
+    if len(units) + len(rivals) < 2:
         return ["kept"] * len(units)
     winners = [unit for unit in units if any(node in proven for node in unit)]
     if not winners:
-        rivals = units + _components(stopped, _samples)
-        runs = [max(_run(node, other) for node in unit for other in nodes) for unit in rivals]
-        if runs.count(max(runs)) == 1:  # then it is 1 at least: there are two rivals or more
-            winners = [rivals[runs.index(max(runs))]]
+        runs = [max(_run(node, other) for node in unit for other in nodes) for unit in units + rivals]
+        if runs.count(max(runs)) == 1:  # then it is 1 at least: there are two or more
+            winners = [(units + rivals)[runs.index(max(runs))]]
     if not winners:
         received = [unit for unit in units if any(node.delivered == "full" for node in unit)]
         dropped = [unit for unit in units if all(node.delivered == "not" for node in unit)]
@@ -491,8 +498,8 @@ def _drifts(nodes: list[_Node], parents: dict[Key, _Node | None], fates: dict[Ke
             and not _begins_with(node.prompt, other.sequence)
             and not _begins_with(other.sequence, node.prompt)
         ]
-        if not candidates:
-            continue
+        parent = parents[node.key]
+        least = 0 if parent is None else len(parent.sequence)
 
         def rank(other: _Node, prompt: list[int] = node.prompt) -> tuple[int, bool, list[int], int, tuple[bytes, Key]]:
             # At equal ids the later cut, as for parents; equal samples by their contents.
@@ -500,13 +507,37 @@ def _drifts(nodes: list[_Node], parents: dict[Key, _Node | None], fates: dict[Ke
             content = min(map(_by_content, other.spans))
             return -shared, fates.get(other.key) != "kept", other.sequence, -len(other.prompt), content
 
-        nearest = min(candidates, key=rank)
-        shared = _common(nearest.sequence, node.prompt)
-        parent = parents[node.key]
-        # Without a parent one id must be shared at least: else the call continues nothing.
-        if shared > (0 if parent is None else len(parent.sequence)):
-            drifts[node.key] = (nearest.key, shared)
+        found = None
+        if candidates:
+            nearest = min(candidates, key=rank)
+            # Without a parent one id must be shared at least: else the call continues nothing.
+            if _common(nearest.sequence, node.prompt) > least:
+                found = nearest.key, _common(nearest.sequence, node.prompt)
+        if found is None and len(node.prompt) > least:
+            # An answer that was cut off, of which the prompt holds the beginning and nothing behind it.
+            stopped = [
+                other
+                for other in nodes
+                if other.model == node.model
+                and fates.get(other.key) == "aborted"
+                and _begins_with(other.sequence, node.prompt)
+                and len(other.prompt) < len(node.prompt) <= len(other.prompt) + _continued(other, nodes, fates)
+            ]
+            if stopped:
+                found = min(stopped, key=rank).key, len(node.prompt)
+        if found is not None and not any(_parts_before_its_answer(other, node, found[1]) for other in nodes):
+            drifts[node.key] = found
     return drifts
+
+
+def _parts_before_its_answer(other: _Node, node: _Node, shared: int) -> bool:
+    """Whether an earlier call's prompt has more in common with this one's: then that is the nearest call."""
+    if other is node or other.model != node.model or not other.ids:
+        return False
+    first = min((span.record for span in node.spans), key=lambda r: (r.begun_at is None, r.begun_at or 0.0))
+    return any(_began_first(span.record, first) for span in other.spans) and shared < _common(
+        other.prompt, node.prompt
+    ) < min(len(other.prompt), len(node.prompt))
 
 
 # ---- order in time

@@ -16,22 +16,31 @@ _SPLIT_FURTHER = 8
 """Harnesses split one message into several; by at most so many more items an answer is looked for."""
 
 
-def aligned_output(output: Sequence[Any], groups: Sequence[Sequence[Item]]) -> list[Any] | None:
+def aligned_output(output: Sequence[Any], groups: Sequence[Sequence[Item]], *, named: bool = False) -> list[Any] | None:
     """The record's output with the items of each captured call in the places of the record's own; None if unclear.
 
-    output: the items of a record. groups: those of each delivered call, in order.
+    output: the items of a record. groups: those of each delivered call, in order. named: an id, not only its text, says
+    that the last of them gave the record's answer.
 
-    What isn't the model's (tool results) stays where it is. Without any, the captured items replace the output as a
-    whole. Else the calls are looked for from the end backwards, by content: text, and names and arguments of tool
-    calls; reasoning may be missing on either side. Each must be found, with nothing of the model's between. Items of
-    the model before the first of them are an earlier segment's: they stay, without tokens.
+    The calls are looked for from the end backwards, by content: text, and names and arguments of tool calls; reasoning
+    may be missing on either side. Each must be found, with nothing of the model's between. Items of the model before
+    the first of them are an earlier segment's: they stay, without tokens. What isn't the model's (tool results) stays
+    where it is. Without any, a record that shows its last answers only gets the calls before them, too; one that shows
+    nothing, or whose answer was named, gets the captured items as a whole.
     """
-    if all(_is_models(item) for item in output):
-        return [item for group in groups for item in group]
+    everything = [item for group in groups for item in group]
+    foreign = not all(_is_models(item) for item in output)
     placing = _Placing(output)
-    for group in reversed(groups):
-        if not placing.place(group):
+    if not foreign and not placing.shows_more():
+        return everything
+    for done, group in enumerate(reversed(groups)):
+        if placing.place(group):
+            continue
+        if foreign:
             return None
+        if done and not placing.shows_more():
+            return [item for earlier in groups[: len(groups) - done] for item in earlier] + placing.result()
+        return everything if named else None
     return placing.result()
 
 
@@ -46,6 +55,11 @@ def prompts_extend(output: Sequence[Any]) -> bool:
             return False
         before = prompt + list(item["generation_token_ids"])
     return True
+
+
+def _under_its_names(item: Item, own: Item) -> Item:
+    """A captured item with the ids that the record gave its own: tool results refer to them."""
+    return {**item, **{key: own[key] for key in ("id", "call_id") if key in own}}
 
 
 def _is_models(item: Any) -> bool:
@@ -69,6 +83,10 @@ class _Placing:
         """What is put in before a place; `len(output)` is the end."""
         self._next = len(output)
         """First place of the call that was placed last."""
+
+    def shows_more(self) -> bool:
+        """Whether anything is left by which a call could be found."""
+        return not all(_is_silent(self._output[place]) for place in self._left)
 
     def place(self, group: Sequence[Item]) -> bool:
         if answer_digest(group) is None:
@@ -132,6 +150,7 @@ class _Placing:
             waiting.append(item)
             if not _is_silent(item):
                 place = next(places)
+                waiting[-1] = _under_its_names(item, self._output[place])
                 self._instead[place], waiting = waiting, []
         self._instead[place] = self._instead[place] + waiting
 

@@ -147,7 +147,7 @@ def _judge(
         if not equal_capture(natives, snapshot.entries, rebuilt.calls):
             reasons = (*reasons, "native_ids_differ")
     elif not rebuilt.masked:
-        placed = _place(witness, rebuilt)
+        placed = _place(witness, rebuilt) if response is None or witness is not None else None
         if placed is None:
             reasons = (*reasons, "not_aligned")
     metrics = _plain(rebuilt.metrics)
@@ -193,12 +193,16 @@ def _place(response: Mapping[str, Any] | None, rebuilt: Rebuild) -> Mapping[str,
     if response is None:
         return rebuilt.response
     output = response.get("output")
-    placed = aligned_output(output if isinstance(output, list) else [], rebuilt.items)
+    if output is not None and not isinstance(output, (list, tuple)):
+        return None
+    placed = aligned_output(output or (), rebuilt.items, named=bool({*rebuilt.spoke} - {"content"}))
     return placed if placed is not None and prompts_extend(placed) else None
 
 
 def _deliver(record: dict[str, Any], finalized: Finalized, placed: Mapping[str, Any] | list[Any] | None) -> None:
     if isinstance(placed, list):
+        if not isinstance(record["response"], dict):  # a mapping that can't be changed
+            record["response"] = dict(record["response"])
         record["response"]["output"] = placed
     else:
         record["response"] = placed

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, overload
 
+from ..errors import InvalidOptionError
 from ..protocol import Outcome, TokenCaptureSnapshot
 from .behaviour import log_prob_mode
 from .drift import Drift, TokenBytes, find_drifts
@@ -54,13 +55,39 @@ def build(
     Never retires anything, and raises nothing because of what was recorded. The result stays valid when the snapshot
     is closed. Time and memory are linear in the distinct tokens; arrays are made when they are looked at.
     """
+    _check(snapshot, models, response)
     recorded = read_snapshot(snapshot)
-    links = link(recorded)
     witnesses = Witnesses(call_id, choice_index, response_id, response)
-    scored = attribute(recorded, links, witnesses)
+    linked = _Linked(recorded, token_bytes)
+    scored = attribute(recorded, linked.links, linked.continued, witnesses)
     if scored.number != NO_CALL:
-        links = link(recorded, scored.number)
-    return Build(snapshot, recorded, links, scored, models, strict, exclude_not_behaviour, token_bytes, group)
+        linked = _Linked(recorded, token_bytes, scored.number)
+    return Build(snapshot, linked, scored, models, strict, exclude_not_behaviour, group)
+
+
+def _check(snapshot: object, models: object, response: object) -> None:
+    missing = [name for name in ("rollout_id", "snapshot_id", "version", "calls") if not hasattr(snapshot, name)]
+    if missing or (not hasattr(type(snapshot), "entries") and not hasattr(snapshot, "entries")):
+        raise InvalidOptionError(
+            f"build takes a snapshot, as freeze or read give one, not a {type(snapshot).__name__}"
+            f" (it has no {', '.join(missing or ['entries'])})"
+        )
+    if response is not None and not isinstance(response, Mapping):
+        raise InvalidOptionError(f"response is a {type(response).__name__}, expected a mapping or None")
+    if models is not None and not isinstance(models, (str, Collection)):
+        raise InvalidOptionError(f"models is {models!r}, expected a name or a collection of names")
+
+
+class _Linked:
+    """What follows from the calls alone, and from which of them was scored."""
+
+    def __init__(self, recorded: Recorded, token_bytes: TokenBytes | None, scored: int = NO_CALL) -> None:
+        self.recorded = recorded
+        self.links = link(recorded, scored)
+        self.fates = settle_siblings(recorded, self.links, scored)
+        self.drift_of = find_drifts(recorded, self.links, self.fates, _Bytes(recorded, token_bytes))
+        drifted = {drift.nearest_number for drift in self.drift_of.values() if not drift.before_answer}
+        self.continued = self.links.extended | drifted
 
 
 def group_of(rollout_id: str, meta: Mapping[str, Any] | None = None) -> str:
@@ -83,23 +110,21 @@ class Build:
     def __init__(
         self,
         snapshot: TokenCaptureSnapshot,
-        recorded: Recorded,
-        links: Links,
+        linked: _Linked,
         scored: Scored,
         models: str | Collection[str] | None,
         strict: bool,
         exclude_not_behaviour: bool,
-        token_bytes: TokenBytes | None,
         group: str | None,
     ) -> None:
         self.rollout_id = snapshot.rollout_id
         self.snapshot_id, self.version = snapshot.snapshot_id, snapshot.version
-        self.meta: dict[str, Any] = dict(getattr(snapshot, "meta", {}))
+        self.meta: dict[str, Any] = dict(getattr(snapshot, "meta", None) or {})
         self.group = group_of(self.rollout_id, self.meta) if group is None else group
         self.incomplete = snapshot.incomplete
         self.scored = scored
-        self.recorded, self.links = recorded, links
-        self.fates = settle_siblings(recorded, links, scored.number)
+        recorded, links = linked.recorded, linked.links
+        self.recorded, self.links, self.fates, self.drift_of = recorded, links, linked.fates, linked.drift_of
         self.gaps = find_gaps(recorded, links)
         after_final = _after_final(recorded, links, scored.number)
         self.models = _models(recorded, links, models, scored)
@@ -111,7 +136,6 @@ class Build:
             after_final=after_final,
             exclude_not_behaviour=exclude_not_behaviour,
         )
-        self.drift_of = find_drifts(recorded, links, self.fates, _Bytes(recorded, token_bytes))
         split = self.gaps | {number for number in after_final if links.parent[number] not in after_final}
         self._paths, self._distinct = find_paths(recorded, links, self.judged, split, scored.number)
         strict_reasons = self._strict_reasons() if strict else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Literal
@@ -12,7 +11,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from ..protocol import CallRecord
 from .links import NO_CALL, Links, first_content
+from .prompts import prompts_by_model
 from .recorded import Call, Recorded
 from .samples import is_before
 from .siblings import Fate
@@ -70,16 +71,16 @@ class Drift(msgspec.Struct, frozen=True, dict=True, eq=False):
 def find_drifts(recorded: Recorded, links: Links, fates: dict[int, Fate], bytes_of: Bytes) -> dict[int, Drift]:
     """The drift of every representative that has one."""
     answers = _Answers(recorded, links, fates)
-    prompts = _EarlierPrompts(recorded)
+    prompts = _EarlierPrompts(recorded, links)
     found = {}
     for number in links.members:
         call = recorded.calls[number]
         parent = links.parent[number]
         extended = recorded.calls[parent].total if parent != NO_CALL else 0
-        drift = answers.left_by(call, extended)
-        before_answer = drift is None
-        if drift is None:
-            drift = prompts.left_by(call, extended)
+        drift = answers.left_by(call, extended) or answers.stopped_in_by(call, extended)
+        other = prompts.left_by(call, extended if drift is None else drift[1])
+        before_answer = other is not None
+        drift = other or drift
         if drift is None:
             continue
         nearest, index = drift
@@ -103,6 +104,7 @@ class _Answers:
     def __init__(self, recorded: Recorded, links: Links, fates: dict[int, Fate]) -> None:
         self._recorded, self._links, self._fates = recorded, links, fates
         self._passing: dict[int, array[int]] = {}
+        self._sorted: dict[int, list[Call]] = {}
         for number in links.answered:
             call = recorded.calls[number]
             vertex = call.end_vertex
@@ -121,17 +123,25 @@ class _Answers:
         depth, parent = recorded.tree.depth, recorded.tree.parent
         below, vertex = call.prompt_vertex, parent[call.prompt_vertex]
         while vertex != ROOT and depth[vertex] > extended:
-            leaving = [
-                other
-                for other in map(recorded.calls.__getitem__, self._passing.get(vertex, ()))
-                if other.model == call.model
-                and other.prompt < call.prompt  # a conversation grows, whatever became of its beginning
-                and not recorded.below(other.end_vertex, below)
-                and self._may_precede(other, call)
-            ]
-            if leaving:
-                return self._first(leaving), depth[vertex]
+            for other in self._leaving(vertex):
+                if (
+                    other.model == call.model
+                    and other.prompt < call.prompt  # a conversation grows, whatever became of its beginning
+                    and not recorded.below(other.end_vertex, below)
+                    and self._may_precede(other, call)
+                ):
+                    return other, depth[vertex]
             below, vertex = vertex, parent[vertex]
+        return None
+
+    def stopped_in_by(self, call: Call, extended: int) -> tuple[Call, int] | None:
+        """An answer that was cut off, and of which the prompt holds the beginning and nothing behind it."""
+        if call.prompt <= extended:
+            return None
+        for other in self._leaving(call.prompt_vertex):
+            continued = self._fates[other.number].continued
+            if continued and other.model == call.model and other.prompt + continued >= call.prompt > other.prompt:
+                return other, call.prompt
         return None
 
     def _may_precede(self, one: Call, other: Call) -> bool:
@@ -140,55 +150,46 @@ class _Answers:
             is_before(calls[b].record, calls[a].record) for a in members[one.number] for b in members[other.number]
         )
 
-    def _first(self, calls: list[Call]) -> Call:
-        """Those that were kept first; then by ids, the later cut, and the content of equal samples."""
+    def _leaving(self, vertex: int) -> list[Call]:
+        """The calls whose answer runs through `vertex`: kept ones first, then by ids, the later cut, and content."""
+        found = self._sorted.get(vertex)
+        if found is None:
+            found = [self._recorded.calls[number] for number in self._passing.get(vertex, ())]
+            if len(found) > 1:
+                found.sort(key=self._rank)
+            self._sorted[vertex] = found
+        return found
 
-        def rank(call: Call) -> tuple[bool, int, int]:
-            kept = self._fates[call.number].verdict == "kept"
-            return not kept, self._recorded.first[call.end_vertex], -call.prompt
-
-        best = min(map(rank, calls))
-        equal = [call for call in calls if rank(call) == best]
-        if len(equal) == 1:
-            return equal[0]
-        return min(equal, key=lambda call: first_content(self._recorded, self._links.members[call.number]))
+    def _rank(self, call: Call) -> tuple[bool, int, int, tuple[bytes, tuple[str, int]]]:
+        kept = self._fates[call.number].verdict == "kept"
+        content = first_content(self._recorded, self._links.members[call.number])
+        return not kept, self._recorded.first[call.end_vertex], -call.prompt, content
 
 
 class _EarlierPrompts:
     """Finds, on the way to a prompt, the latest earlier call whose own prompt parts from it."""
 
-    def __init__(self, recorded: Recorded) -> None:
-        self._recorded = recorded
-        answered = (call for call in recorded.calls if call.sampled)
-        self._calls = sorted(answered, key=lambda call: recorded.first[call.prompt_vertex])
-        self._ranks = [recorded.first[call.prompt_vertex] for call in self._calls]
-        boots: dict[str, int] = {"": -1}
-        self._boot = np.array([boots.setdefault(c.record.boot_id, len(boots)) for c in self._calls], np.int64)
-        begun = [np.nan if c.record.begun_at is None else c.record.begun_at for c in self._calls]
-        self._begun = np.array(begun, np.float64)
-        self._boots = boots
+    def __init__(self, recorded: Recorded, links: Links) -> None:
+        self._recorded, self._links = recorded, links
+        self._prompts = prompts_by_model(recorded, (call for call in recorded.calls if call.sampled))
 
     def left_by(self, call: Call, extended: int) -> tuple[Call, int] | None:
         recorded = self._recorded
         depth, parent = recorded.tree.depth, recorded.tree.parent
-        boot = self._boots.get(call.record.boot_id, -1)
-        begun = call.record.begun_at
-        if boot < 0 or begun is None:
-            return None
+        record = self._first_asked(call)
         below, vertex = call.prompt_vertex, parent[call.prompt_vertex]
         while vertex != ROOT and depth[vertex] > extended:
-            start = bisect_left(self._ranks, recorded.first[vertex])
-            stop = bisect_right(self._ranks, recorded.last[vertex])
-            if stop > start:
-                earlier = (self._boot[start:stop] == boot) & (self._begun[start:stop] < begun)
-                while earlier.any():
-                    latest = int(np.where(earlier, self._begun[start:stop], -np.inf).argmax())
-                    other = self._calls[start + latest]
-                    if other.model == call.model and not recorded.below(other.end_vertex, below):
-                        return other, depth[vertex]
-                    earlier[latest] = False
+            prompts = self._prompts(call.model)
+            earlier = prompts.latest_before(prompts.through(vertex), record, below)
+            if earlier is not None:
+                return recorded.calls[self._links.representative[earlier.number]], depth[vertex]
             below, vertex = vertex, parent[vertex]
         return None
+
+    def _first_asked(self, call: Call) -> CallRecord:
+        """Of identical calls the first: by then the prompt was there."""
+        records = [self._recorded.calls[i].record for i in self._links.members[call.number]]
+        return min(records, key=lambda record: (record.begun_at is None, record.begun_at or 0.0))
 
 
 class _Comparison:
@@ -231,6 +232,8 @@ def compare(before: bytes, after: bytes, stop: bytes = b"", *, rewritten_history
     """
     if after.startswith(before):
         return "retokenised"
+    if not after:
+        return "truncated_or_compacted"
     if rewritten_history:
         return "truncated_or_compacted" if len(after) < len(before) else "edited"
     visible = before.removesuffix(stop) if stop else before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,7 +12,10 @@ from .links import NO_CALL, Links
 from .recorded import Recorded
 from .samples import began_before, ended_first
 
-__all__ = ("find_gaps", "may_be_within", "missing_calls")
+__all__ = ("find_gaps", "gaps_between", "missing_calls")
+
+Booleans = npt.NDArray[np.bool_]
+Step = tuple[int, int]
 
 
 def missing_calls(recorded: Recorded) -> list[CallRecord]:
@@ -23,53 +28,64 @@ def find_gaps(recorded: Recorded, links: Links) -> set[int]:
 
     By begin order where it is known; a call whose order is unknown may lie anywhere.
     """
+    steps = [(links.parent[number], number) for number in links.answered]
+    return {later for _, later in gaps_between(recorded, links, steps)}
+
+
+def gaps_between(recorded: Recorded, links: Links, steps: Sequence[Step]) -> list[Step]:
+    """Those of `steps` (an earlier call or NO_CALL, and a later one) between which a lost or open call may lie."""
     missing = missing_calls(recorded)
-    numbers = np.array(links.answered, np.int64)
-    if not missing or not len(numbers):
-        return set()
-    prompted = _Begins(recorded, [links.members[n] for n in links.answered])
-    parents = [links.parent[n] for n in links.answered]
-    answered = _Begins(recorded, [links.members[n] if n != NO_CALL else () for n in parents])
-    undecided = np.ones(len(numbers), np.bool_)
+    if not missing or not steps:
+        return []
+    later = _Times(recorded, [links.members[after] for _, after in steps])
+    earlier = _Times(recorded, [links.members[before] if before != NO_CALL else () for before, _ in steps])
+    undecided = np.ones(len(steps), np.bool_)
     for record in missing:
-        # Most links are settled by one comparison of all at once; what is left is looked at closely.
-        possible = undecided & ~prompted.before(record) & ~answered.after(record)
+        # Most steps are settled by one comparison of all at once; what is left is looked at closely.
+        possible = undecided & ~later.begun_before(record) & ~earlier.begun_after(record) & ~earlier.ended_after(record)
         for place in np.flatnonzero(possible).tolist():
-            number = links.answered[place]
-            if may_be_within(recorded, links, record, parents[place], number):
+            if may_be_within(recorded, links, record, *steps[place]):
                 undecided[place] = False
-    return set(numbers[~undecided].tolist())
+    return [steps[place] for place in np.flatnonzero(~undecided).tolist()]
 
 
-class _Begins:
-    """When calls began, one group of identical calls after another; unknown if their times don't compare."""
+class _Times:
+    """The earliest times of groups of identical calls; unknown where their times don't compare."""
 
     def __init__(self, recorded: Recorded, groups: list[tuple[int, ...]]) -> None:
-        self._boots: dict[str, int] = {"": -1}
+        self._boots: dict[str, int] = {}
         self._boot = np.full(len(groups), -1, np.int64)
-        self._first = np.full(len(groups), np.nan)
+        self._begun = np.full(len(groups), np.nan)
+        self._ended = np.full(len(groups), np.nan)
         for place, group in enumerate(groups):
             records = [recorded.calls[i].record for i in group]
-            if len(records) == 1 and records[0].begun_at is not None:
-                boot = records[0].boot_id
-                self._boot[place] = self._boots.setdefault(boot, len(self._boots)) if boot else -1
-                self._first[place] = records[0].begun_at
+            boots = {record.boot_id for record in records}
+            if len(boots) != 1 or "" in boots:
+                continue
+            self._boot[place] = self._boots.setdefault(boots.pop(), len(self._boots))
+            begun = [record.begun_at for record in records if record.begun_at is not None]
+            ended = [record.ended_at for record in records if record.ended_at is not None]
+            self._begun[place] = min(begun) if len(begun) == len(records) else np.nan
+            self._ended[place] = min(ended) if len(ended) == len(records) else np.nan
 
-    def before(self, record: CallRecord) -> npt.NDArray[np.bool_]:
-        """Which began before `record` did, for certain."""
-        return self._comparable(record) & (self._first < self._begun(record))
+    def begun_before(self, record: CallRecord) -> Booleans:
+        """Which are known to have begun before `record`."""
+        return self._comparable(record) & (self._begun < _time(record.begun_at))
 
-    def after(self, record: CallRecord) -> npt.NDArray[np.bool_]:
-        """Which began after `record` did, for certain."""
-        return self._comparable(record) & (self._first > self._begun(record))
+    def begun_after(self, record: CallRecord) -> Booleans:
+        return self._comparable(record) & (self._begun > _time(record.begun_at))
 
-    def _comparable(self, record: CallRecord) -> npt.NDArray[np.bool_]:
+    def ended_after(self, record: CallRecord) -> Booleans:
+        return self._comparable(record) & (self._ended > _time(record.ended_at))
+
+    def _comparable(self, record: CallRecord) -> Booleans:
         boot = self._boots.get(record.boot_id, -2) if record.boot_id else -2
-        comparable: npt.NDArray[np.bool_] = self._boot == boot
+        comparable: Booleans = self._boot == boot
         return comparable
 
-    def _begun(self, record: CallRecord) -> float:
-        return float("nan") if record.begun_at is None else record.begun_at
+
+def _time(seconds: float | None) -> float:
+    return float("nan") if seconds is None else seconds
 
 
 def may_be_within(recorded: Recorded, links: Links, missing: CallRecord, earlier: int, later: int) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .behaviour import unknown_log_probs
 from .recorded import Call, Recorded
-from .samples import ended_before, sample_units
+from .samples import ended_before, is_before, sample_units
 
 __all__ = ("NO_CALL", "Links", "chain_of", "content_order", "link", "received", "sound")
 
@@ -59,7 +59,11 @@ def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
     for above, below in grouped(answered, lambda number: parent[number]).items():
         if above != NO_CALL:
             children[above] = tuple(below)
-    extended = {number for number in parent.values() if number != NO_CALL}
+    extended = {
+        above
+        for number, above in parent.items()
+        if above != NO_CALL and _may_follow(recorded, members[number], members[above])
+    }
     links = Links(representative, members, parent, children, extended, answered, set(), 0.0, refuted)
     for number in answered:
         same = sound(recorded, links, number) if len(members[number]) > 1 else []
@@ -170,6 +174,12 @@ def _nearest_end(recorded: Recorded, vertex: int, ends: dict[int, list[int]], kn
     for passed in way:
         known[passed] = found
     return found
+
+
+def _may_follow(recorded: Recorded, numbers: Iterable[int], earlier: Iterable[int]) -> bool:
+    """Whether calls are not known to have come before all of some others."""
+    calls = recorded.calls
+    return not all(is_before(calls[a].record, calls[b].record) for a in numbers for b in earlier)
 
 
 def sound(recorded: Recorded, links: Links, number: int) -> list[Call]:

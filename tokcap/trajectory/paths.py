@@ -60,7 +60,7 @@ def find_paths(
             not on_chain.intersection(path.owned),
             -path.trained,
             rank(path.end)[2:],
-            recorded.calls[path.end].key,
+            first_content(recorded, links.members[path.end]),
         )
     )
     return paths, _share(recorded, paths)

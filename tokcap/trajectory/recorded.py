@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ..arrays import FloatArray, IdArray
-from ..entry import TokenEntry, content_digest
+from ..entry import TokenEntry, content_digest, identical
 from ..protocol import CallRecord, TokenCaptureSnapshot
 from ..store.prefix import Node, PrefixSearch
 from ..store.records import Contents, decode_contents, decode_entry, decode_pieces
@@ -34,6 +34,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
     choice_index: int
     model: str
     response_id: str
+    finish_reason: str
     parent_hint: str
     """The call that it says it continued, or empty."""
     sampling: dict[str, Any]
@@ -88,6 +89,8 @@ class Recorded(msgspec.Struct, eq=False):
     first: list[int]
     """`PrefixTree.ranks`."""
     last: list[int]
+    partly_aborted: frozenset[str]
+    """Model calls of which some choices, and they alone, were cut off."""
 
     def below(self, vertex: int, ancestor: int) -> bool:
         """Whether the sequence of `vertex` starts with that of `ancestor` (or is it)."""
@@ -114,9 +117,13 @@ def read_snapshot(snapshot: TokenCaptureSnapshot) -> Recorded:
         if record is None:  # a source that keeps no ledger
             record = known[call.model_call_id] = CallRecord(call.model_call_id, "recorded")
             records.append(record)
+        if call.model_call_id in reader.conflicts and record.outcome != "conflict":
+            told = records.index(record)
+            record = known[call.model_call_id] = records[told] = msgspec.structs.replace(record, outcome="conflict")
         call.record = record
     records.sort(key=lambda record: (record.model_call_id, record.detail))
-    recorded = Recorded(snapshot.rollout_id, reader.calls, records, tree, *tree.ranks())
+    partly = frozenset(call.model_call_id for call in reader.calls if call.finish_reason == "aborted")
+    recorded = Recorded(snapshot.rollout_id, reader.calls, records, tree, *tree.ranks(), partly)
     for call in _with_equals(recorded.calls):
         call.digest = content_digest(reader.entry(call, recorded))
     return recorded
@@ -131,6 +138,7 @@ class _StoredCalls:
     def __init__(self, entries: Entries, tree: PrefixTree) -> None:
         self.calls: list[Call] = []
         self._entries = entries
+        self.conflicts: set[str] = set()
         self._node_of: dict[tuple[str, int], Node] = {}
         chosen = set(entries.chosen)
         nodes = entries.nodes
@@ -175,7 +183,8 @@ class _GivenCalls:
         nodes: list[Node] = []
         search = PrefixSearch(nodes, _no_load)
         # Shorter ones first, so that what a prompt extends is there before it.
-        for entry in sorted(entries, key=lambda e: len(e.prompt_token_ids) + len(e.generation_token_ids)):
+        self.conflicts: set[str] = set()
+        for entry in sorted(self._unique(entries), key=_length):
             prompt, generated = entry.prompt_token_ids, entry.generation_token_ids
             follows, shared = search.find(prompt)
             total = len(prompt) + len(generated)
@@ -190,9 +199,23 @@ class _GivenCalls:
             call._entry = entry
             self.calls.append(call)
 
+    def _unique(self, entries: Sequence[TokenEntry]) -> list[TokenEntry]:
+        """One entry for each choice; a source that gives two different ones shows a conflict, whatever it says."""
+        found: dict[tuple[str, int], TokenEntry] = {}
+        for entry in entries:
+            other = found.setdefault((entry.model_call_id, entry.choice_index), entry)
+            if other is not entry and not identical(other, entry):
+                self.conflicts.add(entry.model_call_id)
+                found[entry.model_call_id, entry.choice_index] = min(other, entry, key=content_digest)
+        return list(found.values())
+
     def entry(self, call: Call, recorded: Recorded) -> TokenEntry:
         assert call._entry is not None
         return call._entry
+
+
+def _length(entry: TokenEntry) -> int:
+    return len(entry.prompt_token_ids) + len(entry.generation_token_ids)
 
 
 def _call(
@@ -212,6 +235,7 @@ def _call(
         choice_index,
         contents.model,
         contents.response_id,
+        contents.finish_reason,
         hint if isinstance(hint, str) else "",
         contents.sampling,
         tuple(contents.policy_versions),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -11,7 +10,7 @@ import numpy as np
 
 from ..protocol import TokenCaptureSnapshot
 from .build import Build, build
-from .gaps import may_be_within, missing_calls
+from .gaps import gaps_between, missing_calls
 from .links import NO_CALL, chain_of
 from .samples import began_before
 
@@ -36,6 +35,8 @@ class Rebuild(msgspec.Struct):
     """(model_call_id, choice_index) of the calls in `response`, in order."""
     items: tuple[tuple[dict[str, Any], ...], ...] = ()
     """The output items of each of these calls."""
+    spoke: tuple[str, ...] = ()
+    """Which witnesses named the scored call (`Scored.spoke`)."""
 
 
 def rebuild_response(
@@ -79,9 +80,10 @@ def rebuild_from(built: Build, *, on_drift: Literal["last_segment", "mask"] = "l
         raise ValueError(f"on_drift is {on_drift!r}, expected 'last_segment' or 'mask'")
     scored, reasons = _scored(built)
     chain = [number for number in chain_of(built.links, scored) if built.recorded.calls[number].sampled]
-    segments = _segments(built, scored)
+    steps = _steps(built, scored) if scored != NO_CALL else []
+    segments = 1 + sum(built.links.parent[later] != earlier for earlier, later in steps) if chain else 0
     if not reasons:
-        reasons = _doubts(built, chain) if chain else ["nothing_recorded"]
+        reasons = _doubts(built, chain, steps) if chain else ["nothing_recorded"]
     if segments > 1 and on_drift == "mask":
         reasons.append("drift")
     reasons += [reason for reason in built.reasons if reason.startswith("strict:")]
@@ -96,6 +98,7 @@ def rebuild_from(built: Build, *, on_drift: Literal["last_segment", "mask"] = "l
         built.rollout_id, built.snapshot_id, built.version, None, bool(reasons), tuple(dict.fromkeys(reasons)), metrics
     )
     if not reasons:
+        rebuilt.spoke = built.scored.spoke
         rebuilt.calls = tuple(built.recorded.calls[number].key for number in chain)
         # One list that all prompts are cut from, so that they share its integers: 800 turns repeat theirs 400 times.
         ids = _ids_of(built, chain[-1])
@@ -114,15 +117,18 @@ def _scored(built: Build) -> tuple[int, list[str]]:
         return built.scored.number, []
     if built.metrics["other_model"] and not built.models:
         return NO_CALL, ["several_models"]
-    went_on = {_continued(built, number) for number in built.links.answered}
-    last = [
+    included = [
         number
         for number in built.links.answered
-        if number not in went_on and built.judged[number].verdict not in ("abandoned", "aborted", "other_model")
+        if built.judged[number].verdict not in ("abandoned", "aborted", "other_model")
     ]
+    went_on = {_continued(built, number) for number in included}
+    last = [number for number in included if number not in went_on]
     if len(last) == 1:
         return last[0], []
-    if last and all(built.judged[number].verdict == "ambiguous" for number in last):
+    if not last:
+        return NO_CALL, ["aborted"]
+    if all(built.judged[number].verdict == "ambiguous" for number in last):
         return NO_CALL, ["ambiguous"]
     return NO_CALL, ["several_conversations"]
 
@@ -135,33 +141,30 @@ def _continued(built: Build, number: int) -> int:
     return built.links.parent[number]
 
 
-def _segments(built: Build, number: int) -> int:
-    """How many contiguous parts the conversation has that leads to a call."""
-    count = 0
-    while number != NO_CALL:
-        count += 1
-        while number != NO_CALL and _continued(built, number) == built.links.parent[number]:
-            number = built.links.parent[number]
-        if number != NO_CALL:
-            number = _continued(built, number)
-    return count
+def _steps(built: Build, number: int) -> list[tuple[int, int]]:
+    """(earlier, later) call, from the last step of the conversation that leads to a call back to its first."""
+    steps = []
+    while (before := _continued(built, number)) != NO_CALL:
+        steps.append((before, number))
+        number = before
+    return steps
 
 
-def _doubts(built: Build, chain: list[int]) -> list[str]:
-    """Why the chain can't be trained as one response."""
+def _doubts(built: Build, chain: list[int], steps: list[tuple[int, int]]) -> list[str]:
+    """Why the chain can't be trained as one response. `steps`: of its whole conversation."""
     recorded, links = built.recorded, built.links
     reasons: list[str] = []
     for number in chain:
         found = built.judged[number]
         reasons += [category for category in found.counts if category not in ("trained", "masked")]
-    last = recorded.calls[chain[-1]].record
-    for missing in missing_calls(recorded):
-        inside = any(may_be_within(recorded, links, missing, earlier, later) for earlier, later in pairwise(chain))
-        # Where a witness named the scored call, a lost call can't be it.
-        final = built.scored.number == NO_CALL and not began_before(missing, last)
-        if inside or final:
-            reasons.append("lost_call")
-            break
+    # A lost call may be the scored one unless an id says which that is: another answer may have the same text.
+    named = set(built.scored.spoke) - {"content"}
+    last = [recorded.calls[i].record for i in links.members[chain[-1]]]
+    final = not named and any(
+        not all(began_before(missing, record) for record in last) for missing in missing_calls(recorded)
+    )
+    if final or gaps_between(recorded, links, steps):
+        reasons.append("lost_call")
     return reasons
 
 
@@ -190,7 +193,7 @@ def _items(built: Build, number: int, ids: list[int]) -> tuple[dict[str, Any], .
 
 
 def _payload(built: Build, chain: list[int], items: tuple[tuple[dict[str, Any], ...], ...]) -> dict[str, Any]:
-    calls = [built.recorded.calls[number] for number in chain]
+    calls = [built.judged[number].source for number in chain]
     answer = calls[-1].contents
     read, sampled = calls[0].prompt, sum(call.sampled for call in calls)
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,8 +37,11 @@ class Scored(msgspec.Struct, frozen=True):
     """Why no call is attributed although a witness was asked: `no_such_call` or `witnesses_disagree`."""
 
 
-def attribute(recorded: Recorded, links: Links, witnesses: Witnesses) -> Scored:
-    """Ask every witness. All that speak must name the same token sequence; each is silent on doubt."""
+def attribute(recorded: Recorded, links: Links, continued: Collection[int], witnesses: Witnesses) -> Scored:
+    """Ask every witness. All that speak must name the same token sequence; each is silent on doubt.
+
+    continued: representatives that a later call goes on from, by ids or in spite of a drift.
+    """
     by_content = _by_content(recorded, links, witnesses.response)
     own_id = (witnesses.response or {}).get("id")
     named: dict[str, int] = {}
@@ -61,7 +64,7 @@ def attribute(recorded: Recorded, links: Links, witnesses: Witnesses) -> Scored:
             # A harness may give its response an id of its own, which says nothing; an id that it declares is meant.
             return Scored(reason="no_such_call")
     # An earlier call with the same text can't be told from the last by content; never cut a chain there.
-    ends = {number for number in by_content if number not in links.extended}
+    ends = {number for number in by_content if number not in continued}
     if len(ends) == 1:
         named["content"] = ends.pop()
     places = {
@@ -77,7 +80,9 @@ def _by_content(recorded: Recorded, links: Links, response: Mapping[str, Any] | 
     if digest is None:
         return set()
     return {
-        number for number in links.answered if answer_digest(recorded.calls[number].contents.output_items) == digest
+        number
+        for number in links.answered
+        if any(answer_digest(recorded.calls[i].contents.output_items) == digest for i in links.members[number])
     }
 
 

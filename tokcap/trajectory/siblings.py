@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 import msgspec
 
 from ..digests import answer_digest
+from ..protocol import CallRecord
 from .links import NO_CALL, Links, grouped, sound
+from .prompts import prompts_by_model
 from .recorded import Call, Recorded
 from .samples import is_before, sample_units
 
@@ -29,34 +31,37 @@ class Fate(msgspec.Struct, gc=False):
 
 def settle_siblings(recorded: Recorded, links: Links, scored: int = NO_CALL) -> dict[int, Fate]:
     """The fate of every representative with sampled ids. `scored` (a representative) is always kept."""
-    prompts = _Prompts(recorded)
-    fates = {number: Fate() for number in links.answered}
     calls = recorded.calls
-    for group in grouped(links.answered, lambda number: (calls[number].prompt_vertex, calls[number].model)).values():
-        _settle_group(recorded, links, prompts, group, scored, fates)
+    groups = grouped(links.answered, lambda number: (calls[number].prompt_vertex, calls[number].model)).values()
+    evidence = _Evidence(recorded, links, [number for group in groups if len(group) > 1 for number in group])
+    fates = {number: Fate() for number in links.answered}
+    for group in groups:
+        if len(group) > 1 or _is_cut_off(recorded, links, group[0]):
+            _settle_group(recorded, links, evidence, group, scored, fates)
     return fates
 
 
 def _settle_group(
-    recorded: Recorded, links: Links, prompts: _Prompts, group: Sequence[int], scored: int, fates: dict[int, Fate]
+    recorded: Recorded, links: Links, evidence: _Evidence, group: Sequence[int], scored: int, fates: dict[int, Fate]
 ) -> None:
     proven = {number for number in group if number == scored or number in links.extended}
-    cut_off = [number for number in group if number not in proven and _is_aborted(recorded, links, number)]
+    cut_off = [number for number in group if number not in proven and _is_cut_off(recorded, links, number)]
     units = _units(recorded, links, [number for number in group if number not in cut_off])
-    if len(units) > 1:
+    rivals = [unit for unit in _units(recorded, links, cut_off) if any(evidence.run(number) for number in unit)]
+    if units and len(units) + len(rivals) > 1:
         kept = [unit for unit in units if not proven.isdisjoint(unit)]
         verdict: Verdict = "abandoned"
         if not kept:
-            decided = _decide(recorded, links, prompts, units, _units(recorded, links, cut_off))
+            decided = _decide(recorded, links, evidence, units, rivals)
             verdict = "abandoned" if decided is not None else "ambiguous"
             kept = [decided or []]
         for unit in units:
             if unit not in kept:
                 fates.update((number, Fate(verdict)) for number in unit)
     # A prompt that may have gone on with a sibling's answer is no proof that it went on with this one.
-    rivals = [number for number in group if number not in cut_off and fates[number].verdict != "abandoned"]
+    others = [number for number in group if number not in cut_off and fates[number].verdict != "abandoned"]
     for number in cut_off:
-        continued = prompts.run(number, links, rivals)
+        continued = evidence.run(number, others)
         fates[number] = Fate("kept" if continued else "aborted", continued)
 
 
@@ -68,8 +73,16 @@ def _units(recorded: Recorded, links: Links, numbers: list[int]) -> list[list[in
     return sample_units(records, by_delivery_alone=True)
 
 
-def _is_aborted(recorded: Recorded, links: Links, number: int) -> bool:
-    return all(call.record.outcome == "aborted" for call in sound(recorded, links, number))
+def _is_cut_off(recorded: Recorded, links: Links, number: int) -> bool:
+    """Whether the answer has no end: of a choice the engine says so, of a call its outcome."""
+    return all(_has_no_end(recorded, call) for call in sound(recorded, links, number))
+
+
+def _has_no_end(recorded: Recorded, call: Call) -> bool:
+    if call.finish_reason == "aborted":
+        return True
+    # Of several choices only those that say so were cut off.
+    return call.record.outcome == "aborted" and call.model_call_id not in recorded.partly_aborted
 
 
 def _full(recorded: Recorded, links: Links, number: int) -> bool:
@@ -77,14 +90,14 @@ def _full(recorded: Recorded, links: Links, number: int) -> bool:
 
 
 def _decide(
-    recorded: Recorded, links: Links, prompts: _Prompts, complete: list[list[int]], cut_off: list[list[int]]
+    recorded: Recorded, links: Links, evidence: _Evidence, complete: list[list[int]], cut_off: list[list[int]]
 ) -> list[int] | None:
     """The unit that the client went on with, although no later prompt holds its ids whole; None on doubt."""
     units = complete + cut_off
-    runs = [max(prompts.run(number, links) for number in unit) for unit in units]
+    runs = [max(evidence.run(number) for number in unit) for unit in units]
     longest = max(runs)
     by_ids = [unit for unit, run in zip(units, runs, strict=True) if run == longest] if longest else []
-    by_text = [unit for unit in units if any(prompts.stands_later(number, links) for number in unit)]
+    by_text = [unit for unit in units if any(evidence.stands_later(number) for number in unit)]
     if len(by_ids) == 1:
         return by_ids[0] if not by_text or by_ids[0] in by_text else None
     if by_text:
@@ -102,59 +115,61 @@ def _decide(
     return None
 
 
-class _Prompts:
-    """The prompts of a rollout, to ask which of them run through a vertex, and which hold a text."""
+class _Evidence:
+    """What later prompts and requests say of an answer."""
 
-    def __init__(self, recorded: Recorded) -> None:
-        self._recorded = recorded
-        self._ranks: dict[str, list[int]] = defaultdict(list)
-        self._numbers: dict[str, list[int]] = defaultdict(list)
-        for call in sorted(recorded.calls, key=lambda call: recorded.first[call.prompt_vertex]):
-            self._ranks[call.model].append(recorded.first[call.prompt_vertex])
-            self._numbers[call.model].append(call.number)
-        self._holding: dict[bytes, list[Call]] | None = None
+    def __init__(self, recorded: Recorded, links: Links, contested: Sequence[int]) -> None:
+        self._recorded, self._links = recorded, links
+        self._contested = contested
+        """Representatives that have siblings."""
+        self._prompts = prompts_by_model(recorded, recorded.calls)
 
-    def run(self, number: int, links: Links, rivals: Iterable[int] = ()) -> int:
+    def run(self, number: int, rivals: Sequence[int] = ()) -> int:
         """How many of the call's sampled ids the later prompt that holds most of them holds, at their own position.
 
-        0 if a rival's answer shares as many with it.
+        A prompt that may have gone on with a rival's answer, because it holds as much of it, doesn't count.
         """
         recorded = self._recorded
         call = recorded.calls[number]
-        ranks, numbers = self._ranks[call.model], self._numbers[call.model]
+        prompts = self._prompts(call.model)
+        records = self._records(number)
         vertex = call.end_vertex
         while vertex != call.prompt_vertex:
-            start = bisect_left(ranks, recorded.first[vertex])
-            stop = bisect_right(ranks, recorded.last[vertex])
-            if any(self._is_later(links, number, other) for other in numbers[start:stop]):
-                if any(recorded.below(recorded.calls[rival].end_vertex, vertex) for rival in rivals):
-                    return 0
+            sharing = [self._records(n) for n in rivals if recorded.below(recorded.calls[n].end_vertex, vertex)]
+            if prompts.any_later(prompts.through(vertex), records, sharing):
                 return recorded.tree.depth[vertex] - call.prompt
             vertex = recorded.tree.parent[vertex]
         return 0
 
-    def stands_later(self, number: int, links: Links) -> bool:
-        """Whether a later request holds the call's answer, by its text and tool calls, once more than its own did."""
-        if self._holding is None:
-            self._holding = defaultdict(list)
-            for holder in self._recorded.calls:
-                for held in set(holder.record.request_digests):
-                    self._holding[held].append(holder)
-        if not self._holding:
-            return False
-        call = self._recorded.calls[number]
-        digest = answer_digest(call.contents.output_items)
-        if digest is None:
-            return False
-        before = Counter(call.record.request_digests)[digest]
-        return any(
-            Counter(other.record.request_digests)[digest] > before and self._is_later(links, number, other.number)
-            for other in self._holding.get(digest, ())
-        )
+    def _records(self, number: int) -> list[CallRecord]:
+        return [self._recorded.calls[i].record for i in self._links.members[number]]
 
-    def _is_later(self, links: Links, number: int, other: int) -> bool:
-        """Whether `other` may have been asked after the call was; unknown order counts as later."""
-        recorded = self._recorded
-        return not all(
-            is_before(recorded.calls[other].record, recorded.calls[same].record) for same in links.members[number]
-        )
+    def stands_later(self, number: int) -> bool:
+        """Whether a later request holds the call's answer, by its text and tool calls, once more than its own did."""
+        records = self._records(number)
+        for i in self._links.members[number]:
+            holders = self._holders.get(self._texts.get(i, b""), ())
+            before = next((count for record, count in holders if record is self._recorded.calls[i].record), 0)
+            for holder, count in holders:
+                if count > before and not all(is_before(holder, record) for record in records):
+                    return True
+        return False
+
+    @cached_property
+    def _texts(self) -> dict[int, bytes]:
+        """Of each contested call the digest that its answer has in a later request."""
+        calls, members = self._recorded.calls, self._links.members
+        if not any(record.request_digests for record in self._recorded.records):
+            return {}
+        digests = {i: answer_digest(calls[i].contents.output_items) for n in self._contested for i in members[n]}
+        return {number: digest for number, digest in digests.items() if digest is not None}
+
+    @cached_property
+    def _holders(self) -> dict[bytes, list[tuple[CallRecord, int]]]:
+        """Of each of these digests the requests that hold it, and how often."""
+        wanted = set(self._texts.values())
+        holders: dict[bytes, list[tuple[CallRecord, int]]] = defaultdict(list)
+        for record in self._recorded.records:
+            for digest, count in Counter(filter(wanted.__contains__, record.request_digests)).items():
+                holders[digest].append((record, count))
+        return holders

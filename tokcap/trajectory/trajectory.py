@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -164,22 +165,25 @@ class Trajectory:
 
 
 def _versions(told: Any, sampled: int) -> Iterator[tuple[Any, int, int]]:
-    """The spans that an engine told, completed with None where it was silent."""
+    """The spans that an engine told, completed with None where it was silent; all None if they overlap."""
     done = 0
-    for span in sorted(filter(_is_span, told), key=lambda span: int(span[1])):
-        start, end = max(int(span[1]), done), min(int(span[2]), sampled)
+    spans = sorted(filter(_is_span, told), key=lambda span: int(span[1]))
+    if any(one[2] > other[1] for one, other in pairwise(spans)):
+        spans = []
+    for version, start, end in spans:
+        start, end = max(start, done), min(end, sampled)
         if start >= end:
             continue
         if start > done:
             yield None, done, start
-        yield span[0], start, end
+        yield version, start, end
         done = end
     if done < sampled:
         yield None, done, sampled
 
 
 def _is_span(span: Any) -> bool:
-    return isinstance(span, (tuple, list)) and len(span) == 3 and all(isinstance(bound, int) for bound in span[1:])
+    return isinstance(span, (tuple, list)) and len(span) == 3 and all(type(bound) is int for bound in span[1:])
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

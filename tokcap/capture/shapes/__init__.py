@@ -28,8 +28,9 @@ whole, or `UnusableAnswerError` says why it isn't:
   ids, or the other way round;
 - another number of ids than the engine counts (`usage`, `meta_info`, `details`), which is how ids swallowed by a tool
   parser show; a count that is absent abstains;
-- another number of log-probs than ids. A log-prob that is null or NaN stays unknown; none is padded, dropped, or
-  looked up by text; -9999.0 is kept and listed as clamped. `echo: true` makes the columns of completions cover the
+- more log-probs than ids. With fewer, all of them (in a stream those of the chunk) are unknown, because nothing tells
+  which are missing. A log-prob that is null or NaN stays unknown; none is padded with a number, dropped, or looked up
+  by text; -9999.0 is kept and listed as clamped. `echo: true` makes the columns of completions cover the
   prompt as well, and only then may they be longer;
 - an id that is no integer from 0 to 2^31 - 1.
 

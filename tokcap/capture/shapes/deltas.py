@@ -70,8 +70,19 @@ class _Choice:
             self.texts.setdefault(key, []).append(value)
 
     def _add_call(self, part: dict[str, Any], position: int) -> None:
-        index = part.get("index")
-        call = self.calls.setdefault(index if type(index) is int else position, {"function": {}})
+        key: Any = part.get("index")
+        if type(key) is not int:
+            # Servers that leave the index out name a call once, and go on with the one that was named last.
+            key = next(reversed(self.calls), position)
+            if isinstance(part.get("id"), str):
+                key = part["id"]
+            elif (
+                as_dict(part.get("function")).get("name")
+                and key in self.calls
+                and "name" in self.calls[key]["function"]
+            ):
+                key = ("unnamed", len(self.calls))
+        call = self.calls.setdefault(key, {"function": {}})
         for key, value in part.items():
             if key not in ("function", "index") and value is not None:
                 call[key] = value
@@ -82,13 +93,13 @@ class _Choice:
                 call["function"][key] = value
 
     def _add_log_probs(self, value: Any, ids: int) -> None:
-        # A chunk whose log-probs are missing leaves the positions of its ids unknown, instead of shifting the rest.
+        # A chunk whose log-probs are missing, all or some, leaves its ids' positions unknown, and shifts nothing.
         logprobs = as_dict(value)
         content, numbers = logprobs.get("content"), logprobs.get("token_logprobs")
-        if isinstance(content, list) and content:
+        if isinstance(content, list) and len(content) >= max(ids, 1):
             self.has_log_probs = True
             self.entries.extend(content)
-        elif isinstance(numbers, list) and numbers:
+        elif isinstance(numbers, list) and len(numbers) >= max(ids, 1):
             self.has_log_probs = self.by_column = True
             for key in _COLUMNS:
                 found = logprobs.get(key)

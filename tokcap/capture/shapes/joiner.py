@@ -97,6 +97,8 @@ class StreamJoiner:
                 self._joined.add(event)
             except UnusableAnswerError as error:
                 self._contradiction = error
+            except Exception as error:  # of values that no engine should send; the answer must flow on all the same
+                self._contradiction = UnusableAnswerError(f"an event of the stream can't be read: {error!r}")
 
     def answer(self) -> Any:
         """What the stream gave so far, as `parse_answer` takes it; an empty object if there was nothing.

@@ -107,9 +107,11 @@ def checked_log_probs(
 ) -> tuple[list[float | None] | None, list[bytes] | None]:
     """The log-probs [G] and the pieces of `ids`, from the first source; the others must not contradict it.
 
-    Raises `UnusableAnswerError` for another number of log-probs than ids, and for entries that name other ids.
+    A source with fewer log-probs than ids is left out: nothing tells which of them are missing. Raises
+    `UnusableAnswerError` for more log-probs than ids, and for entries that name other ids.
     """
-    fitted = [_fitted(source, ids, prompt, reader) for source in sources]
+    candidates = (_fitted(source, ids, prompt, reader) for source in sources)
+    fitted = [source for source in candidates if source is not None]
     for source in fitted:
         if source.named is not None:
             reader.check_named(ids, source.named, source.named_at, source.member)
@@ -120,10 +122,12 @@ def checked_log_probs(
     return fitted[0].values, next((source.pieces for source in fitted if source.pieces is not None), None)
 
 
-def _fitted(source: LogProbs, ids: IdArray, prompt: IdArray, reader: IdReader) -> LogProbs:
+def _fitted(source: LogProbs, ids: IdArray, prompt: IdArray, reader: IdReader) -> LogProbs | None:
     found = len(source.values)
     if found == len(ids):
         return source
+    if found < len(ids):
+        return None
     if source.may_echo and found == len(prompt) + len(ids):
         # `echo: true`: the columns cover the prompt as well, the ids don't.
         if source.named is not None:

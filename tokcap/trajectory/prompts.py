@@ -1,0 +1,100 @@
+"""The prompts of a rollout in the order of their ids: which of them run through a vertex, and which came when."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..protocol import CallRecord
+from .recorded import Call, Recorded
+
+__all__ = ("Prompts", "prompts_by_model")
+
+Booleans = npt.NDArray[np.bool_]
+
+
+def prompts_by_model(recorded: Recorded, calls: Iterable[Call]) -> Callable[[str], Prompts]:
+    """The prompts of `calls`, for each model apart."""
+    of_model: dict[str, list[Call]] = {}
+    for call in sorted(calls, key=lambda call: recorded.first[call.prompt_vertex]):
+        of_model.setdefault(call.model, []).append(call)
+    made: dict[str, Prompts] = {}
+
+    def prompts(model: str) -> Prompts:
+        if model not in made:
+            made[model] = Prompts(recorded, of_model.get(model, ()))
+        return made[model]
+
+    return prompts
+
+
+class Prompts:
+    """The prompts of one model, with the times of their calls as arrays: many are compared at once."""
+
+    def __init__(self, recorded: Recorded, calls: Sequence[Call]) -> None:
+        self._recorded = recorded
+        self.calls = calls
+        self._ranks = [recorded.first[call.prompt_vertex] for call in calls]
+        self._ends = np.array([recorded.first[call.end_vertex] for call in calls], np.int64)
+        boots: dict[str, int] = {}
+        records = [call.record for call in calls]
+        self._boots = boots
+        self._boot = np.array([boots.setdefault(r.boot_id, len(boots)) if r.boot_id else -1 for r in records], np.int64)
+        self._begun = np.array([np.nan if r.begun_at is None else r.begun_at for r in records], np.float64)
+        self._ended = np.array([np.nan if r.ended_at is None else r.ended_at for r in records], np.float64)
+
+    def through(self, vertex: int) -> slice:
+        """The places in `calls` of those whose prompt runs through `vertex` or ends there."""
+        start = bisect_left(self._ranks, self._recorded.first[vertex])
+        return slice(start, bisect_right(self._ranks, self._recorded.last[vertex], lo=start))
+
+    def any_later(
+        self, through: slice, records: Sequence[CallRecord], rivals: Sequence[Sequence[CallRecord]] = ()
+    ) -> bool:
+        """Whether one of them may have come after the calls of `records`, and came before those of every rival."""
+        if through.start == through.stop:
+            return False
+        found = ~self._before_all(through, records)
+        for rival in rivals:
+            found &= self._before_all(through, rival)
+        return bool(found.any())
+
+    def latest_before(self, through: slice, record: CallRecord, not_below: int) -> Call | None:
+        """The last of them that is known to have begun before `record`, and whose answer isn't below `not_below`."""
+        if record.begun_at is None or through.start == through.stop:
+            return None
+        earlier = self._same_boot(through, record) & (self._begun[through] < record.begun_at)
+        ends = self._ends[through]
+        first, last = self._recorded.first[not_below], self._recorded.last[not_below]
+        earlier &= (ends < first) | (ends > last)
+        if not earlier.any():
+            return None
+        latest: Call = self.calls[through.start + int(np.where(earlier, self._begun[through], -np.inf).argmax())]
+        return latest
+
+    def _before_all(self, through: slice, records: Sequence[CallRecord]) -> Booleans:
+        before = np.ones(through.stop - through.start, np.bool_)
+        for record in records:
+            before &= self._before(through, record)
+        return before
+
+    def _before(self, through: slice, record: CallRecord) -> Booleans:
+        """As `samples.is_before` says it of each of them and `record`."""
+        begun, ended = self._begun[through], self._ended[through]
+        earlier = np.zeros(len(begun), np.bool_)
+        unbegun = np.isnan(begun)
+        if record.begun_at is not None:
+            earlier = begun < record.begun_at
+        else:
+            unbegun = np.ones(len(begun), np.bool_)
+        if record.ended_at is not None:
+            earlier |= unbegun & (ended < record.ended_at)
+        return self._same_boot(through, record) & earlier
+
+    def _same_boot(self, through: slice, record: CallRecord) -> Booleans:
+        boot = self._boots.get(record.boot_id, -2) if record.boot_id else -2
+        same: Booleans = self._boot[through] == boot
+        return same

@@ -21,7 +21,8 @@ from tokcap.entry import content_digest
 from tokcap.trajectory import Build, build, rebuild_response
 from tokcap.trajectory.behaviour import is_behaviour, unknown_log_probs
 from tokcap.trajectory.drift import compare
-from tokcap.trajectory.samples import began_before, ended_before, ended_first, is_before, sample_units
+from tokcap.trajectory.samples import sample_units
+from tokcap.trajectory.times import began_before, ended_before, ended_first, is_before
 from tokcap.trajectory.verdicts import CATEGORIES
 
 
@@ -824,7 +825,8 @@ def test_the_trunk_of_equal_samples_that_go_on_goes_by_content_and_not_by_name()
         ([], ((None, 1, 5),)),
         ([("v", 0, 4)], (("v", 1, 5),)),
         ([("v", 1, 3)], ((None, 1, 2), ("v", 2, 4), (None, 4, 5))),
-        ([("w", 2, 4), ("v", 0, 2)], (("v", 1, 3), ("w", 3, 5))),
+        ([("v", 2, 4), ("w", 0, 2)], (("w", 1, 3), ("v", 3, 5))),
+        ([("v", 0, 0), ("w", 1, 3)], ((None, 1, 2), ("w", 2, 4), (None, 4, 5))),
         ([("v", 0, 3), ("w", 1, 4)], ((None, 1, 5),)),  # which of the two sampled the ids that both claim?
         ([("v", 0, 3), ("w", 1, 2)], ((None, 1, 5),)),
         ([("v", -2, 2), ("w", 2, 9)], (("v", 1, 3), ("w", 3, 5))),
@@ -1501,3 +1503,100 @@ def test_the_only_complete_answer_is_abandoned_for_a_cut_off_one_that_a_prompt_g
     )
     assert trained(built) == {"cut": [2, 3], "next": [7]}
     assert (built.metrics["abandoned"], built.metrics["aborted"]) == (1, len(cut_off))
+
+
+def test_a_scored_chain_of_which_nothing_is_trained_comes_behind_those_that_are() -> None:
+    built = build(example(call("a", [1], [2], [None]), call("other", [3], [4])), call_id="a")
+    assert [t.calls[-1].model_call_ids[0] for t in built.trajectories] == ["other", "a"]
+    assert [(t.index, t.count, t.trained) for t in built.trained] == [(0, 1, 1)]
+
+
+def test_equal_samples_come_in_an_order_that_no_name_decides() -> None:
+    orders = set()
+    for values in ((-0.1, -0.4), (-0.4, -0.1)):
+        entries = [call("a", [1], [2], [value], choice=i).entries[0] for i, value in enumerate(values)]
+        built = build(Example(entries, [CallRecord("a", "recorded")]))
+        orders.add(tuple(float(trajectory.log_probs[1]) for trajectory in built.trajectories))
+    assert len(orders) == 1
+
+
+def test_trajectories_with_as_many_trained_ids_come_in_the_order_of_their_ids() -> None:
+    built = build(
+        example(
+            call("a", [9], [2]),
+            call("b", [9, 2, 3], [4, 4]),
+            call("c", [8], [2, 2]),
+            call("d", [8, 2, 2, 3], [4]),
+        )
+    )
+    assert [t.token_ids.tolist() for t in built.trajectories] == [[8, 2, 2, 3, 4], [9, 2, 3, 4, 4]]
+
+
+@pytest.mark.parametrize("names", ["pqr", "rqp", "qpr"])
+def test_all_that_is_below_a_fork_counts_whatever_the_calls_are_named(names: str) -> None:
+    first, second, third = tuple(names)
+    built = build(
+        example(
+            call("trunk", [1], [2]),
+            call("other", [1, 2, 3], [4, 4]),
+            call(first, [1, 2, 5], [6]),
+            call(second, [1, 2, 5, 6, 7], [8]),
+            call(third, [1, 2, 5, 6, 7, 8, 9], [9]),
+        )
+    )
+    assert calls_of(built, "trunk") == ["trunk", first, second, third]
+
+
+@pytest.mark.parametrize(
+    ("answers", "prompt", "later"),
+    [
+        ({"begun": 4, "ended": 8}, {"ended": 3}, False),
+        ({"begun": 4, "ended": 8}, {"ended": 9}, True),
+        ({"ended": 8}, {"begun": 1, "ended": 3}, False),
+        ({"ended": 8}, {"begun": 1, "ended": 9}, True),
+        ({"begun": 4, "ended": 8}, {"begun": 5, "ended": 6}, True),  # begins decide where they are known
+        ({"begun": 4, "ended": 8}, {"begun": 4, "ended": 6}, True),
+        ({"begun": 4, "ended": 8}, {"begun": 3, "ended": 9}, False),
+        ({"begun": 4, "ended": 8}, {"begun": 3, "ended": 9, "boot": "reboot"}, True),
+    ],
+)
+def test_a_prompt_tells_of_answers_that_are_not_known_to_have_come_after_it(
+    answers: dict[str, Any], prompt: dict[str, Any], later: bool
+) -> None:
+    built = build(
+        example(
+            call("a", [1], [2, 3], **answers), call("b", [1], [5, 6], **answers), call("next", [1, 2, 9], [8], **prompt)
+        )
+    )
+    assert trained(built) == ({"a": [2, 3], "next": [8]} if later else {"next": [8]})
+
+
+def test_a_prompt_does_not_part_from_an_earlier_one_that_holds_it_whole() -> None:
+    built = build(
+        example(
+            call("zero", [0, 2], [6], begun=0, ended=1),
+            call("other", [1, 2, 3, 3, 3], [6], begun=0, ended=1),
+            call("longer", [1, 2, 9, 9, 5], [6], begun=2, ended=3),
+            call("last", [1, 2, 9, 9], [4], begun=4, ended=5),
+        )
+    )
+    found = {drift.call[0]: (drift.nearest[0], drift.index, drift.before_answer) for drift in built.drifts}
+    assert found == {"longer": ("other", 2, True), "last": ("other", 2, True)}
+
+
+@pytest.mark.parametrize(("begun", "continued"), [(0, False), (6, True), (8.5, False), (12, False)])
+def test_a_prompt_went_on_with_a_cut_off_answer_if_it_came_after_it_and_before_each_that_shares_the_ids(
+    begun: float, continued: bool
+) -> None:
+    built = build(
+        example(
+            call("cut", [1], [2, 3, 9], begun=4, ended=5, outcome="aborted"),
+            call("x", [1], [2, 3, 4], begun=7, ended=9),
+            call("y", [1], [2, 3, 5], begun=8, ended=9),
+            call("after-x", [1, 2, 3, 4, 6], [7], begun=10, ended=11),
+            call("after-y", [1, 2, 3, 5, 6], [7], begun=10, ended=11),
+            call("prompt", [1, 2, 3, 7], [8], begun=begun, ended=begun + 0.5),
+        )
+    )
+    assert ("cut" in trained(built)) is continued
+    assert built.metrics["aborted"] == (1 if continued else 3)

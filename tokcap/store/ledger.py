@@ -28,6 +28,10 @@ class DigestChain(Sequence[bytes]):
         self.own, self.parent, self.shared = own, parent, shared
         self._made: tuple[bytes, ...] | None = None
 
+    def own_digests(self) -> Iterator[bytes]:
+        """Those that it doesn't share, in order: from position `shared` on."""
+        return (self.own[i : i + _DIGEST_SIZE] for i in range(0, len(self.own), _DIGEST_SIZE))
+
     def joined(self) -> bytes:
         """All digests in one piece."""
         parts: list[bytes] = []

@@ -16,9 +16,9 @@ from .gaps import find_gaps
 from .links import NO_CALL, Links, chain_of, link
 from .paths import Path, find_paths
 from .recorded import Recorded, read_snapshot
-from .samples import ended_before
 from .scored import Scored, Witnesses, attribute
 from .siblings import settle_siblings
+from .times import ended_before
 from .trajectory import Trajectory, TrajectoryFacts
 from .verdicts import account, judge, mask_all
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -15,8 +16,8 @@ from ..protocol import CallRecord
 from .links import NO_CALL, Links, first_content
 from .prompts import prompts_by_model
 from .recorded import Call, Recorded
-from .samples import is_before
 from .siblings import Fate
+from .times import Times, is_before
 from .tree import ROOT
 
 __all__ = ("Drift", "DriftKind", "TokenBytes", "find_drifts")
@@ -103,17 +104,17 @@ class _Answers:
 
     def __init__(self, recorded: Recorded, links: Links, fates: dict[int, Fate]) -> None:
         self._recorded, self._links, self._fates = recorded, links, fates
-        self._passing: dict[int, array[int]] = {}
-        self._sorted: dict[int, list[Call]] = {}
+        self._passing: dict[str, dict[int, array[int]]] = defaultdict(dict)
+        self._leaving: dict[tuple[str, int], _Leaving] = {}
         for number in links.answered:
             call = recorded.calls[number]
-            vertex = call.end_vertex
+            passing, vertex = self._passing[call.model], call.end_vertex
             while True:
-                passing = self._passing.get(vertex)
-                if passing is None:
-                    self._passing[vertex] = array("q", (number,))
+                found = passing.get(vertex)
+                if found is None:
+                    passing[vertex] = array("q", (number,))
                 else:
-                    passing.append(number)
+                    found.append(number)
                 vertex = recorded.tree.parent[vertex]
                 if vertex == ROOT or recorded.tree.depth[vertex] < call.prompt - BOUNDARY:
                     break
@@ -121,49 +122,69 @@ class _Answers:
     def left_by(self, call: Call, extended: int) -> tuple[Call, int] | None:
         recorded = self._recorded
         depth, parent = recorded.tree.depth, recorded.tree.parent
+        passing = self._passing.get(call.model, {})
         below, vertex = call.prompt_vertex, parent[call.prompt_vertex]
         while vertex != ROOT and depth[vertex] > extended:
-            for other in self._leaving(vertex):
-                if (
-                    other.model == call.model
-                    and other.prompt < call.prompt  # a conversation grows, whatever became of its beginning
-                    and not recorded.below(other.end_vertex, below)
-                    and self._may_precede(other, call)
-                ):
-                    return other, depth[vertex]
+            if vertex in passing:
+                for other in self._at(call.model, vertex).candidates(call, self._records(call.number), below):
+                    if self._may_precede(other, call):
+                        return other, depth[vertex]
             below, vertex = vertex, parent[vertex]
         return None
 
     def stopped_in_by(self, call: Call, extended: int) -> tuple[Call, int] | None:
         """An answer that was cut off, and of which the prompt holds the beginning and nothing behind it."""
-        if call.prompt <= extended:
+        vertex = call.prompt_vertex
+        if call.prompt <= extended or vertex not in self._passing.get(call.model, {}):
             return None
-        for other in self._leaving(call.prompt_vertex):
+        for other in self._at(call.model, vertex).calls:
             continued = self._fates[other.number].continued
-            if continued and other.model == call.model and other.prompt + continued >= call.prompt > other.prompt:
+            if continued and other.prompt + continued >= call.prompt > other.prompt:
                 return other, call.prompt
         return None
 
     def _may_precede(self, one: Call, other: Call) -> bool:
-        calls, members = self._recorded.calls, self._links.members
-        return not all(
-            is_before(calls[b].record, calls[a].record) for a in members[one.number] for b in members[other.number]
-        )
+        return not all(is_before(b, a) for a in self._records(one.number) for b in self._records(other.number))
 
-    def _leaving(self, vertex: int) -> list[Call]:
-        """The calls whose answer runs through `vertex`: kept ones first, then by ids, the later cut, and content."""
-        found = self._sorted.get(vertex)
+    def _records(self, number: int) -> list[CallRecord]:
+        return [self._recorded.calls[i].record for i in self._links.members[number]]
+
+    def _at(self, model: str, vertex: int) -> _Leaving:
+        found = self._leaving.get((model, vertex))
         if found is None:
-            found = [self._recorded.calls[number] for number in self._passing.get(vertex, ())]
-            if len(found) > 1:
-                found.sort(key=self._rank)
-            self._sorted[vertex] = found
+            calls = [self._recorded.calls[number] for number in self._passing[model][vertex]]
+            calls.sort(key=self._rank)
+            times = Times([self._records(call.number) for call in calls])
+            found = self._leaving[model, vertex] = _Leaving(self._recorded, calls, times)
         return found
 
     def _rank(self, call: Call) -> tuple[bool, int, int, tuple[bytes, tuple[str, int]]]:
-        kept = self._fates[call.number].verdict == "kept"
+        """Whole answers that were kept first, then by ids, the later cut, and content."""
+        fate = self._fates[call.number]
+        kept = fate.verdict == "kept" and fate.continued is None
         content = first_content(self._recorded, self._links.members[call.number])
         return not kept, self._recorded.first[call.end_vertex], -call.prompt, content
+
+
+class _Leaving:
+    """The calls whose answer runs through a vertex, in order of preference; many are looked at in one comparison."""
+
+    def __init__(self, recorded: Recorded, calls: list[Call], times: Times) -> None:
+        self._recorded, self.calls, self._times = recorded, calls, times
+        self._prompts = np.array([call.prompt for call in calls], np.int64)
+        self._ends = np.array([recorded.first[call.end_vertex] for call in calls], np.int64)
+
+    def candidates(self, call: Call, records: list[CallRecord], below: int) -> Iterator[Call]:
+        """Those with a shorter prompt whose answer doesn't go on below vertex `below`, but for those known to be later.
+
+        A conversation grows, whatever became of its beginning.
+        """
+        first, last = self._recorded.first[below], self._recorded.last[below]
+        possible = (self._prompts < call.prompt) & ((self._ends < first) | (self._ends > last))
+        later = np.ones(len(possible), np.bool_)
+        for record in records:
+            later &= self._times.begun_after(record)
+        return (self.calls[place] for place in np.flatnonzero(possible & ~later).tolist())
 
 
 class _EarlierPrompts:

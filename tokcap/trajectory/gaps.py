@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ..protocol import CallRecord
 from .links import NO_CALL, Links
 from .recorded import Recorded
-from .samples import began_before, ended_first
+from .times import Times, began_before, ended_first
 
 __all__ = ("find_gaps", "gaps_between", "missing_calls")
 
-Booleans = npt.NDArray[np.bool_]
 Step = tuple[int, int]
 
 
@@ -37,8 +35,12 @@ def gaps_between(recorded: Recorded, links: Links, steps: Sequence[Step]) -> lis
     missing = missing_calls(recorded)
     if not missing or not steps:
         return []
-    later = _Times(recorded, [links.members[after] for _, after in steps])
-    earlier = _Times(recorded, [links.members[before] if before != NO_CALL else () for before, _ in steps])
+
+    def records_of(number: int) -> list[CallRecord]:
+        return [recorded.calls[i].record for i in links.members[number]] if number != NO_CALL else []
+
+    later = Times([records_of(after) for _, after in steps])
+    earlier = Times([records_of(before) for before, _ in steps])
     undecided = np.ones(len(steps), np.bool_)
     for record in missing:
         # Most steps are settled by one comparison of all at once; what is left is looked at closely.
@@ -47,45 +49,6 @@ def gaps_between(recorded: Recorded, links: Links, steps: Sequence[Step]) -> lis
             if may_be_within(recorded, links, record, *steps[place]):
                 undecided[place] = False
     return [steps[place] for place in np.flatnonzero(~undecided).tolist()]
-
-
-class _Times:
-    """The earliest times of groups of identical calls; unknown where their times don't compare."""
-
-    def __init__(self, recorded: Recorded, groups: list[tuple[int, ...]]) -> None:
-        self._boots: dict[str, int] = {}
-        self._boot = np.full(len(groups), -1, np.int64)
-        self._begun = np.full(len(groups), np.nan)
-        self._ended = np.full(len(groups), np.nan)
-        for place, group in enumerate(groups):
-            records = [recorded.calls[i].record for i in group]
-            boots = {record.boot_id for record in records}
-            if len(boots) != 1 or "" in boots:
-                continue
-            self._boot[place] = self._boots.setdefault(boots.pop(), len(self._boots))
-            begun = [record.begun_at for record in records if record.begun_at is not None]
-            ended = [record.ended_at for record in records if record.ended_at is not None]
-            self._begun[place] = min(begun) if len(begun) == len(records) else np.nan
-            self._ended[place] = min(ended) if len(ended) == len(records) else np.nan
-
-    def begun_before(self, record: CallRecord) -> Booleans:
-        """Which are known to have begun before `record`."""
-        return self._comparable(record) & (self._begun < _time(record.begun_at))
-
-    def begun_after(self, record: CallRecord) -> Booleans:
-        return self._comparable(record) & (self._begun > _time(record.begun_at))
-
-    def ended_after(self, record: CallRecord) -> Booleans:
-        return self._comparable(record) & (self._ended > _time(record.ended_at))
-
-    def _comparable(self, record: CallRecord) -> Booleans:
-        boot = self._boots.get(record.boot_id, -2) if record.boot_id else -2
-        comparable: Booleans = self._boot == boot
-        return comparable
-
-
-def _time(seconds: float | None) -> float:
-    return float("nan") if seconds is None else seconds
 
 
 def may_be_within(recorded: Recorded, links: Links, missing: CallRecord, earlier: int, later: int) -> bool:

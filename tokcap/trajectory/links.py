@@ -15,7 +15,8 @@ import numpy as np
 
 from .behaviour import unknown_log_probs
 from .recorded import Call, Recorded
-from .samples import ended_before, is_before, sample_units
+from .samples import sample_units
+from .times import ended_before, is_before
 
 __all__ = ("NO_CALL", "Links", "chain_of", "content_order", "link", "received", "sound")
 

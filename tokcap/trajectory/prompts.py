@@ -46,6 +46,10 @@ class Prompts:
         self._begun = np.array([np.nan if r.begun_at is None else r.begun_at for r in records], np.float64)
         self._ended = np.array([np.nan if r.ended_at is None else r.ended_at for r in records], np.float64)
 
+        known = len(boots) == 1 and bool((self._boot == 0).all() and not np.isnan(self._begun).any())
+        self._one_clock = next(iter(boots)) if known else ""
+        """The boot in which all of them began, at known times; else empty."""
+
     def through(self, vertex: int) -> slice:
         """The places in `calls` of those whose prompt runs through `vertex` or ends there."""
         start = bisect_left(self._ranks, self._recorded.first[vertex])
@@ -57,6 +61,10 @@ class Prompts:
         """Whether one of them may have come after the calls of `records`, and came before those of every rival."""
         if through.start == through.stop:
             return False
+        if self._one_clock and not rivals and len(records) == 1 and records[0].begun_at is not None:
+            if records[0].boot_id != self._one_clock:
+                return True
+            return bool(self._begun[through].max() >= records[0].begun_at)
         found = ~self._before_all(through, records)
         for rival in rivals:
             found &= self._before_all(through, rival)

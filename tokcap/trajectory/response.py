@@ -12,7 +12,7 @@ from ..protocol import TokenCaptureSnapshot
 from .build import Build, build
 from .gaps import gaps_between, missing_calls
 from .links import NO_CALL, chain_of
-from .samples import began_before
+from .times import began_before
 
 __all__ = ("Rebuild", "rebuild_from", "rebuild_response")
 

@@ -1,4 +1,4 @@
-"""Which calls are samples of each other, and when calls ran (rule 7)."""
+"""Which calls are samples of each other (rule 7)."""
 
 from __future__ import annotations
 
@@ -8,49 +8,7 @@ from math import inf
 
 from ..protocol import CallRecord
 
-__all__ = ("began_before", "ended_before", "ended_first", "is_before", "overlapped", "sample_units")
-
-
-def is_before(one: CallRecord, other: CallRecord) -> bool:
-    """Whether `one` is known to have come before `other`; False if their times don't compare.
-
-    Begin times decide; end times only where a begin is missing (a mark without an intent).
-    """
-    if not one.boot_id or one.boot_id != other.boot_id:
-        return False
-    if one.begun_at is not None and other.begun_at is not None:
-        return one.begun_at < other.begun_at
-    return one.ended_at is not None and other.ended_at is not None and one.ended_at < other.ended_at
-
-
-def began_before(one: CallRecord, other: CallRecord) -> bool:
-    """Whether `one` is known to have begun before `other`. When a loss was noted says nothing of when it began."""
-    if not one.boot_id or one.boot_id != other.boot_id or one.begun_at is None or other.begun_at is None:
-        return False
-    return one.begun_at < other.begun_at
-
-
-def ended_before(one: CallRecord, other: CallRecord) -> bool:
-    """Whether `one` is known to have ended before `other` began."""
-    if not one.boot_id or one.boot_id != other.boot_id or one.ended_at is None or other.begun_at is None:
-        return False
-    return one.ended_at < other.begun_at
-
-
-def ended_first(one: CallRecord, other: CallRecord) -> bool:
-    """Whether `one` is known to have ended before `other` ended."""
-    if not one.boot_id or one.boot_id != other.boot_id or one.ended_at is None or other.ended_at is None:
-        return False
-    return one.ended_at < other.ended_at
-
-
-def overlapped(one: CallRecord, other: CallRecord) -> bool | None:
-    """Whether two calls ran at the same time; None if their times don't compare."""
-    if not one.boot_id or one.boot_id != other.boot_id:
-        return None
-    if one.begun_at is None or one.ended_at is None or other.begun_at is None or other.ended_at is None:
-        return None
-    return one.begun_at <= other.ended_at and other.begun_at <= one.ended_at
+__all__ = ("sample_units",)
 
 
 def sample_units(records: Mapping[int, Sequence[CallRecord]], *, by_delivery_alone: bool) -> list[list[int]]:

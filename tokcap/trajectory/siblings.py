@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -11,10 +11,12 @@ import msgspec
 
 from ..digests import answer_digest
 from ..protocol import CallRecord
+from ..store.ledger import DigestChain
 from .links import NO_CALL, Links, grouped, sound
 from .prompts import prompts_by_model
 from .recorded import Call, Recorded
-from .samples import is_before, sample_units
+from .samples import sample_units
+from .times import is_before
 
 __all__ = ("Fate", "settle_siblings")
 
@@ -169,7 +171,30 @@ class _Evidence:
         """Of each of these digests the requests that hold it, and how often."""
         wanted = set(self._texts.values())
         holders: dict[bytes, list[tuple[CallRecord, int]]] = defaultdict(list)
+        known: dict[int, Held] = {}
         for record in self._recorded.records:
-            for digest, count in Counter(filter(wanted.__contains__, record.request_digests)).items():
+            held = _held(record.request_digests, wanted, known)
+            for digest, count in Counter(digest for _, digest in held).items():
                 holders[digest].append((record, count))
         return holders
+
+
+Held = list[tuple[int, bytes]]
+"""Where in a request which of the wanted digests stand."""
+
+
+def _held(digests: Sequence[bytes], wanted: Container[bytes], known: dict[int, Held]) -> Held:
+    """The wanted ones of `digests`. A history that a store keeps once is looked through once."""
+    if not isinstance(digests, DigestChain):
+        return [(place, digest) for place, digest in enumerate(digests) if digest in wanted]
+    way: list[DigestChain] = []
+    chain: DigestChain | None = digests
+    while chain is not None and id(chain) not in known:
+        way.append(chain)
+        chain = chain.parent
+    for chain in reversed(way):
+        shared = known[id(chain.parent)] if chain.parent is not None else []
+        held = [(place, digest) for place, digest in shared if place < chain.shared]
+        held += [(chain.shared + n, digest) for n, digest in enumerate(chain.own_digests()) if digest in wanted]
+        known[id(chain)] = held
+    return known[id(digests)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from tests.test_trajectory_rules import of, scored, text, trained
 from tokcap import CallRecord
 from tokcap.digests import answer_digest
 from tokcap.entry import content_digest
+from tokcap.errors import InvalidOptionError
 from tokcap.trajectory import Build, build, rebuild_response
 from tokcap.trajectory.behaviour import is_behaviour, unknown_log_probs
 from tokcap.trajectory.drift import compare
@@ -1221,6 +1223,7 @@ def test_the_bytes_that_the_caller_knows_outrank_recorded_pieces_which_fill_in()
     assert kind(None, [b"yes"]) == "unknown"  # not one piece for each id
     assert kind(None, [b"y", b"es", b"!"]) == "unknown"
     assert kind(None, [b"", b"yes"]) == "unknown"  # told late: of which ids is not known
+    assert kind({14: b"yes"}, [b"", b"yes"]) == "unknown"
     assert kind({13: b""}, [b"", b"yes"]) == "unknown"
 
 
@@ -1600,3 +1603,68 @@ def test_a_prompt_went_on_with_a_cut_off_answer_if_it_came_after_it_and_before_e
     )
     assert ("cut" in trained(built)) is continued
     assert built.metrics["aborted"] == (1 if continued else 3)
+
+
+# ---- what a build is given and what it says
+
+
+def test_content_names_a_call_although_another_conversation_parts_from_its_prompt() -> None:
+    given = example(
+        call("a", [1, 2, 3, 4, 5], [6], begun=0, ended=1, output_items=text("yes")),
+        call("compacted", [1, 2, 9], [6], begun=2, ended=3, output_items=text("no")),
+    )
+    built = build(given, response={"output": text("yes")})
+    assert [drift.before_answer for drift in built.drifts] == [True]
+    assert scored(built) == "a"
+
+
+def test_a_build_names_what_it_can_not_take() -> None:
+    given = example(call("a", [1], [2]))
+    with pytest.raises(InvalidOptionError, match="not a dict"):
+        build({})  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="response is a str"):
+        build(given, response="yes")  # type: ignore[arg-type]
+    with pytest.raises(InvalidOptionError, match="models is 5"):
+        build(given, models=5)  # type: ignore[arg-type]
+
+
+def test_a_group_that_is_given_is_taken_as_it_is() -> None:
+    given = Example((), (), rollout_id="task-3")
+    assert build(given, group="other-1").group == "other-1"
+    assert build(given, group="").group == ""
+    assert build(given).group == "task"
+
+
+def test_flags_and_reasons_come_in_a_fixed_order() -> None:
+    built = build(
+        example(
+            call("a", [1, 2, 2], [3, 4], [-0.5, None], begun=0, ended=1, sampling={"logprobs_mode": "raw_logits"}),
+            missing("l", begun=2, ended=3),
+            call("b", [1, 2, 2, 3, 9], [4], begun=4, ended=5, outcome="conflict"),
+            call("c", [1, 2, 2, 3, 9, 4, 4], [5], [None], begun=6, ended=7, sampling={"logprobs_mode": "raw_logits"}),
+            call("cut", [7], [8], begun=6, ended=7, outcome="aborted"),
+        )
+    )
+    assert of(built, "c").flags == ("after_gap", "conflict", "drifted", "not_behaviour", "unknown")
+    assert of(built, "a").flags == ("not_behaviour", "unknown")
+    assert of(built, "cut").flags == ("aborted", "after_gap")
+    assert built.reasons == ("aborted", "unknown", "conflict")
+
+
+def test_flags_and_reasons_name_what_happened_and_nothing_else() -> None:
+    restart = example(call("a", [1, 2, 2, 2], [3], begun=0, ended=1), call("b", [1, 2, 9], [4], begun=2, ended=3))
+    assert of(build(restart), "b").flags == ("restarted",)
+    models = example(call("a", [1], [2], model="m"), call("b", [1], [2], model="n"))
+    assert build(models, models="m").reasons == ("other_model",)
+    retried = example(call("a", [1], [2]), call("b", [1], [3]), call("c", [1, 3, 4], [5]), call("d", [1, 3, 4, 5], [6]))
+    assert build(retried, call_id="c").reasons == ("abandoned", "after_final")
+    assert build(retried).metrics["mixed_log_prob_modes"] is False
+
+
+@pytest.mark.parametrize("without", ["rollout_id", "snapshot_id", "version", "calls", "entries"])
+def test_a_snapshot_that_lacks_something_is_refused_by_its_name(without: str) -> None:
+    parts = {"rollout_id": "r", "snapshot_id": "0" * 32, "version": 1, "calls": (), "entries": (), "incomplete": False}
+    assert build(SimpleNamespace(**parts)).reasons == ("nothing_recorded",)
+    del parts[without]
+    with pytest.raises(InvalidOptionError, match=rf"\(it has no {without}\)"):
+        build(SimpleNamespace(**parts))

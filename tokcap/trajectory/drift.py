@@ -124,7 +124,7 @@ class _Answers:
         depth, parent = recorded.tree.depth, recorded.tree.parent
         passing = self._passing.get(call.model, {})
         below, vertex = call.prompt_vertex, parent[call.prompt_vertex]
-        while vertex != ROOT and depth[vertex] > extended:
+        while depth[vertex] > extended:
             if vertex in passing:
                 for other in self._at(call.model, vertex).candidates(call, self._records(call.number), below):
                     if self._may_precede(other, call):
@@ -199,7 +199,7 @@ class _EarlierPrompts:
         depth, parent = recorded.tree.depth, recorded.tree.parent
         record = self._first_asked(call)
         below, vertex = call.prompt_vertex, parent[call.prompt_vertex]
-        while vertex != ROOT and depth[vertex] > extended:
+        while depth[vertex] > extended:
             prompts = self._prompts(call.model)
             earlier = prompts.latest_before(prompts.through(vertex), record, below)
             if earlier is not None:
@@ -257,21 +257,17 @@ def compare(before: bytes, after: bytes, stop: bytes = b"", *, rewritten_history
         return "truncated_or_compacted"
     if rewritten_history:
         return "truncated_or_compacted" if len(after) < len(before) else "edited"
-    visible = before.removesuffix(stop) if stop else before
-    if visible.strip() and after.lstrip().startswith(visible.strip()):
-        return "retokenised" if after.startswith(visible) and visible == before else "whitespace_or_stop"
-    without = _REASONING.sub(b"", visible)
-    _, closed, rest = without.rpartition(b"</think>")
-    without = rest if closed else without
-    if without != visible and after.lstrip().startswith(without.strip()):
-        return "stripped_reasoning"
+    visible = before.removesuffix(stop)
     if _words(after).startswith(_words(visible)):
         return "whitespace_or_stop"
-    same = next((i for i, (a, b) in enumerate(zip(visible, after, strict=False)) if a != b), None)
-    if same is None:
+    without = _REASONING.sub(b"", visible).rpartition(b"</think>")[2]
+    if without != visible and after.lstrip().startswith(without.strip()):
+        return "stripped_reasoning"
+    pairs = zip(visible, after, strict=False)
+    same = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(visible), len(after)))
+    if same == len(after) or (stop and after.startswith(stop, same)):  # its beginning, and then nothing or its end
         return "truncated_or_compacted"
-    share = same / max(len(visible), 1)
-    return "edited" if share > 0 else "other"
+    return "edited" if same else "other"
 
 
 def _words(text: bytes) -> bytes:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..protocol import CallRecord
 
-__all__ = ("Times", "began_before", "ended_before", "ended_first", "is_before", "overlapped")
+__all__ = ("Times", "began_before", "ended_before", "ended_first", "is_before")
 
 Booleans = npt.NDArray[np.bool_]
 
@@ -45,15 +45,6 @@ def ended_first(one: CallRecord, other: CallRecord) -> bool:
     if not one.boot_id or one.boot_id != other.boot_id or one.ended_at is None or other.ended_at is None:
         return False
     return one.ended_at < other.ended_at
-
-
-def overlapped(one: CallRecord, other: CallRecord) -> bool | None:
-    """Whether two calls ran at the same time; None if their times don't compare."""
-    if not one.boot_id or one.boot_id != other.boot_id:
-        return None
-    if one.begun_at is None or one.ended_at is None or other.begun_at is None or other.ended_at is None:
-        return None
-    return one.begun_at <= other.ended_at and other.begun_at <= one.ended_at
 
 
 class Times:

@@ -15,8 +15,8 @@ import msgspec
 
 from tests import recordings
 from tokcap import process_sink, token_id_capture_config
-from tokcap.capture import capture_parsed, capture_tokens, captured_call
-from tokcap.capture.shapes import StreamJoiner, parse_answer
+from tokcap.capture import capture_tokens, captured_call
+from tokcap.capture.shapes import StreamJoiner
 
 __all__ = ("Job", "Line", "configuration", "main")
 
@@ -77,9 +77,9 @@ async def _answer(sink: Any, job: Job, recorded: recordings.RecordedCall) -> Non
             await capture_tokens(recorded.response, status=recorded.status)
         else:
             joiner = StreamJoiner(choices=recorded.choices)
-            joiner.feed("".join(f"{line}\n\n" for line in recorded.sse).encode())
-            joiner.end_of_stream()
-            await capture_parsed(parse_answer(joiner.answer(), choices=recorded.choices, path=recorded.path))
+            for line in recorded.sse:
+                joiner.feed(f"{line}\n\n".encode())
+            await capture_tokens(joiner)
     _say(job, answered=True)
 
 

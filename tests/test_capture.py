@@ -1265,3 +1265,65 @@ def test_a_recorded_answer_stands_in_the_digests_of_the_next_intent(file_store: 
             assert digests[following.model_call_id][-2] == answers[call.model_call_id]
 
     run(serve())
+
+
+# ---- streams
+
+
+def stream_of(*chunks: dict[str, Any], done: bool = True) -> StreamJoiner:
+    """A chat stream of vLLM, as far as it came."""
+    joiner = StreamJoiner()
+    for chunk in chunks:
+        joiner.feed(b"data: " + json.dumps({"id": "chatcmpl-1", "model": "policy", **chunk}).encode() + b"\n\n")
+    if done:
+        joiner.feed(b"data: [DONE]\n\n")
+    return joiner
+
+
+OPENING = {
+    "object": "chat.completion.chunk",
+    "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}],
+    "prompt_token_ids": PROMPT,
+}
+
+
+def token_chunk(token: int, finish: str | None = None) -> dict[str, Any]:
+    content = [{"token": f"t{token}", "logprob": -0.5, "bytes": [120]}]
+    delta = {"index": 0, "delta": {"content": "x"}, "logprobs": {"content": content}, "token_ids": [token]}
+    return {"object": "chat.completion.chunk", "choices": [{**delta, "finish_reason": finish}]}
+
+
+def test_a_stream_that_came_to_its_end_is_recorded(store: Any) -> None:
+    run(captured(store, stream_of(OPENING, token_chunk(11), token_chunk(12, "stop"))))
+    outcomes, entries, _ = run(frozen(store))
+    assert outcomes == {CALL: "recorded"}
+    assert entries[0].generation_token_ids.tolist() == [11, 12]
+    assert entries[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("end", ["cut", "error"])
+def test_a_joined_stream_that_ended_early_is_aborted_with_the_tokens_seen(store: Any, end: str) -> None:
+    joiner = stream_of(OPENING, token_chunk(11), token_chunk(12), done=False)
+    if end == "error":
+        joiner.feed(b'data: {"error": {"message": "engine died", "code": 500}}\n\ndata: [DONE]\n\n')
+    run(captured(store, joiner))
+    outcomes, entries, _ = run(frozen(store))
+    assert outcomes == {CALL: "aborted"}
+    assert entries[0].generation_token_ids.tolist() == [11, 12]
+    assert entries[0].finish_reason == "aborted"
+
+
+def test_a_stream_that_ended_before_its_first_token_is_aborted_without_an_entry(store: Any) -> None:
+    run(captured(store, StreamJoiner()))
+    outcomes, entries, _ = run(frozen(store))
+    assert outcomes == {CALL: "aborted"}
+    assert entries == []
+
+
+def test_a_stream_that_contradicts_itself_is_lost_and_fails_nothing(store: Any) -> None:
+    other = {**OPENING, "prompt_token_ids": [*PROMPT, 9]}
+    run(captured(store, stream_of(OPENING, token_chunk(11), other, token_chunk(12, "stop"))))
+    outcomes, entries, details = run(frozen(store))
+    assert outcomes == {CALL: "lost"}
+    assert entries == []
+    assert "two different prompts" in details

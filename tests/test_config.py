@@ -1701,3 +1701,17 @@ def test_any_file_is_read_or_refused_and_nothing_else(tmp_path_factory: Any, con
         assert isinstance(load_config(path), dict)
     except ConfigError as error:
         assert str(error)
+
+
+def test_a_block_handed_in_without_its_name_is_refused(tmp_path: Path) -> None:
+    settings = {"enabled": True, "dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match="the token_id_capture block itself"):
+        token_id_capture_config(settings)
+    assert not token_id_capture_config({"enabled": True}).enabled  # somebody else's key
+    assert token_id_capture_config({**settings, "token_id_capture": settings}).enabled
+
+
+@pytest.mark.parametrize("given", ["run.yaml", Path("run.yaml")])
+def test_a_path_is_refused_with_the_name_of_what_reads_it(given: object) -> None:
+    with pytest.raises(ConfigError, match="load_config"):
+        token_id_capture_config(given)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import tracemalloc
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -131,6 +133,18 @@ def test_rule_02_times_of_different_boots_are_not_compared() -> None:
 
     assert build(retried("one")).metrics["ambiguous"] == 2  # one ended before the other began: a retry
     assert build(retried("two")).metrics["trained"] == 2  # unknown order; both reached the client: samples
+
+
+def test_rule_02_what_is_known_to_be_earlier_within_one_boot_may_be_later_across_boots() -> None:
+    def given(boot: str) -> Example:
+        return example(
+            call("earlier", [1, 2, 9], [9], begun=0, ended=1, boot="one"),
+            call("a", [1], [2], begun=2, ended=3, boot=boot),
+            call("b", [1], [3], begun=4, ended=5, boot=boot),
+        )
+
+    assert build(given("one")).metrics["ambiguous"] == 2  # it can't have gone on with a
+    assert trained(build(given("two"))) == {"earlier": [9], "a": [2]}
 
 
 def test_rule_03_of_equal_sequences_the_later_cut_is_the_parent() -> None:
@@ -270,6 +284,29 @@ def test_rule_06_a_chain_of_5000_calls_is_one_trajectory_without_recursion(tmp_p
     assert len(trajectory) == 5000 * 4
     assert int(trajectory.loss_mask.sum()) == 5000 * 2 == built.metrics["trained"]
     assert len(trajectory.calls) == 5000
+
+
+@pytest.mark.parametrize("drift_every", [0, 3])
+def test_rule_06_work_grows_with_the_number_of_calls_and_not_with_its_square(tmp_path: Path, drift_every: int) -> None:
+    def work(turns: int) -> int:
+        """How many functions a build calls, in Python and in C."""
+        count = 0
+
+        def counted(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        with stored_chain(tmp_path / f"{turns}", turns, 40, drift_every) as snapshot:
+            before = sys.getprofile()
+            sys.setprofile(counted)
+            try:
+                build(snapshot)
+            finally:
+                sys.setprofile(before)
+        return count
+
+    work(3)
+    assert work(400) < 4.4 * work(100)
 
 
 def test_rule_06_memory_grows_with_distinct_tokens_and_not_with_the_length_of_prompts(tmp_path: Path) -> None:

@@ -162,8 +162,7 @@ async def captured(directory: Path, recorded: RecordedRollout) -> Snapshot:
             else:
                 joiner = StreamJoiner()
                 joiner.feed("".join(f"{line}\n\n" for line in call.sse).encode())
-                joiner.end_of_stream()
-                await capture_tokens(joiner.answer())
+                await capture_tokens(joiner)
     return await store.freeze(recorded.rollout_id)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         token_id_capture_config,
         token_id_capture_enabled_for_agent,
     )
-    from .delivery import consume, finalize_rollout, retire_rollout
+    from .delivery import consume, consume_from_config, finalize_rollout, retire_rollout
     from .installed import install_token_sink, install_token_source, installed_token_sink, installed_token_source
     from .store import FileStore, RolloutStat, Snapshot
     from .trajectory import Build, Rebuild, Trajectory, build, rebuild_response
@@ -43,6 +43,7 @@ __all__ = (
     "capture_tokens",
     "captured_call",
     "consume",
+    "consume_from_config",
     "finalize_rollout",
     "install_token_sink",
     "install_token_source",
@@ -66,7 +67,7 @@ _HOMES = {
         "token_id_capture_config",
         "token_id_capture_enabled_for_agent",
     ),
-    "delivery": ("consume", "finalize_rollout", "retire_rollout"),
+    "delivery": ("consume", "consume_from_config", "finalize_rollout", "retire_rollout"),
     "installed": ("install_token_sink", "install_token_source", "installed_token_sink", "installed_token_source"),
     "store": ("FileStore", "RolloutStat", "Snapshot"),
     "trajectory": ("Build", "Rebuild", "Trajectory", "build", "rebuild_response"),

@@ -15,7 +15,7 @@ from ..errors import InvalidOutcomeError, UnusableAnswerError
 from ..protocol import Delivered, SettledOutcome
 from .answer import answer_entries, error_status, is_aborted, payload_of
 from .context import CaptureContext, current_capture_context
-from .shapes import ParsedAnswer, parse_answer
+from .shapes import ParsedAnswer, StreamJoiner, parse_answer
 from .statements import apart, begin, deliver, described, settle_as, store
 
 __all__ = ("capture_parsed", "capture_tokens", "commit_entry", "note_delivery", "register_call_intent", "settle")
@@ -36,7 +36,8 @@ async def register_call_intent() -> None:
 async def capture_tokens(response: Any, *, status: int = 200) -> None:
     """Record a complete answer for the current call; when this returns, the record is durable or the call is lost.
 
-    response: the body as a dict, a list of dicts (a batch), or an object with `model_dump`.
+    response: the body as a dict, a list of dicts (a batch), an object with `model_dump`, or a `StreamJoiner` that was
+        fed the stream as far as it came. A stream that ended early, or in an error, is `aborted` with the tokens seen.
     status: its HTTP status. An error, by status or by its body, is left to the caller to settle.
 
     Never raises, except for a cancellation, which leaves the write running. An answer without ids is `lost`, with
@@ -46,23 +47,24 @@ async def capture_tokens(response: Any, *, status: int = 200) -> None:
     context = current_capture_context()
     if context is None or context.committed:
         return
+    aborted = isinstance(response, StreamJoiner) and (response.error is not None or not response.finished)
     try:
-        payload = payload_of(response)
+        payload = response.answer() if isinstance(response, StreamJoiner) else payload_of(response)
         found = status if status >= 400 else error_status(payload)
-        if found is not None:
+        if found is not None and not aborted:
             context.error_status = found
             return
-        answer = parse_answer(payload, choices=context.choices, path=context.path)
+        answer = parse_answer(payload, choices=context.choices, path=context.path, partial=aborted)
     except UnusableAnswerError as error:
         await _lose(context, str(error))
     except Exception as error:
         await _lose(context, f"the answer could not be read: {described(error)}")
     else:
-        await capture_parsed(answer)
+        await capture_parsed(answer, aborted=aborted)
 
 
 async def capture_parsed(answer: ParsedAnswer, *, aborted: bool = False) -> None:
-    """`capture_tokens` of an answer that is parsed already: a stream put together, for example.
+    """`capture_tokens` of an answer that is parsed already.
 
     aborted: it did not end; the tokens seen are stored, and the call is `aborted`.
     """

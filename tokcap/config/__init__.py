@@ -22,6 +22,7 @@ in the block is built by each of them. Programs that install one must do so in t
 
 from __future__ import annotations
 
+from ..installed import install_token_sink, install_token_source, installed_token_sink, installed_token_source
 from .block import TOKEN_ID_CAPTURE_BLOCK, TokenIdCaptureSettings
 from .files import config_from_environment, load_config
 from .process import close_process_endpoints, process_sink, process_source
@@ -34,6 +35,10 @@ __all__ = (
     "TokenIdCaptureSettings",
     "close_process_endpoints",
     "config_from_environment",
+    "install_token_sink",
+    "install_token_source",
+    "installed_token_sink",
+    "installed_token_source",
     "load_config",
     "logger",
     "process_sink",

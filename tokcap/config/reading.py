@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import msgspec
@@ -38,6 +39,8 @@ def token_id_capture_config(global_config_dict: Any) -> TokenIdCaptureConfig:
     if len(blocks) > 1 and not _same(*blocks.values()):
         paths = " and at ".join(prefix + TOKEN_ID_CAPTURE_BLOCK for prefix in blocks)
         raise ConfigError(f"the block stands at {paths}, with different content; keep one of the two")
+    if not blocks:
+        _refuse_the_block_itself(places)
     # The keys beside the block count first; without a block, those of the more special place.
     nearest_first = list(places.items()) if "" in blocks else list(places.items())[::-1]
     beside = {name: value for name in RULES if (value := _first(nearest_first, name)) is not None}
@@ -57,10 +60,25 @@ def token_id_capture_enabled_for_agent(global_config_dict: Any, agent_name: str 
     return settings.enabled and (settings.all_agents or flagged)
 
 
+def _refuse_the_block_itself(places: dict[str, Mapping[Any, Any]]) -> None:
+    """A block that was handed in without its name would count as a config without any, and nothing be captured."""
+    keys = set(keys_of(places[""])) if "" in places else set()
+    if "enabled" in keys and keys & {"dir", "sink", "rebuild_response", "all_agents", "sink_kwargs"}:
+        raise ConfigError(
+            f"this looks like the {TOKEN_ID_CAPTURE_BLOCK} block itself; hand in the mapping that has it under "
+            f"{TOKEN_ID_CAPTURE_BLOCK!r}"
+        )
+
+
 def _places(global_config: Any) -> dict[str, Mapping[Any, Any]]:
     """Where settings may stand, by the prefix of their paths: the top level first."""
     if global_config is None:
         return {}
+    if isinstance(global_config, (str, PathLike)):
+        raise ConfigError(
+            f"the global config dict is {shown(global_config)}, a path or text; read it with "
+            "tokcap.config.load_config(path)"
+        )
     if not isinstance(global_config, Mapping):
         raise refusal("the global config dict", shown(global_config), "a mapping")
     nested: Any = global_config

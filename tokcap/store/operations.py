@@ -178,7 +178,7 @@ class Put(RecordOperation):
             if call is None or not call.writer:
                 raise StaleAttemptError(
                     f"rollout {self.rollout_id}, call {name}: no begin_call in the current incarnation; "
-                    "nothing was stored (this store was opened with require_intent=True)"
+                    "nothing was stored. Call begin_call first (this store was opened with require_intent=True)"
                 )
 
     def _compare(self, log: OpenLog, entry: TokenEntry, before: Sequence[int]) -> str:

@@ -63,6 +63,10 @@ class Drift(msgspec.Struct, frozen=True, dict=True, eq=False):
     """Of the earlier call, within the build."""
     _compare: Callable[[], DriftKind]
 
+    def __repr__(self) -> str:
+        place = "before its answer" if self.before_answer else f"{self.kept} ids kept, {self.lost} lost"
+        return f"<Drift of {self.call} from {self.nearest} at {self.index}: {place}>"
+
     @cached_property
     def kind(self) -> DriftKind:
         """What happened to the bytes; looked at when asked."""

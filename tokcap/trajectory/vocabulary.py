@@ -57,7 +57,7 @@ METRICS: Final = {
     "conflict": "ids of calls of which two contents were recorded",
     "other_model": "ids sampled by models that are not selected",
     "after_final": "ids sampled after the scored answer",
-    "masked": "ids left out because the whole rollout is (strict=True)",
+    "masked": "ids left out because the whole rollout is (strict=True); else 0",
     "repeated": "of abandoned: ids that were sampled twice, prompt and answer the same",
     "calls": "model calls in the ledger, answered or not",
     "entries": "recorded answers, one per choice",
@@ -85,7 +85,7 @@ METRICS: Final = {
     "log_prob_modes": "answers per recorded log-prob mode",
     "mixed_log_prob_modes": "whether there is more than one",
     "delivered": "of a rebuild: trained ids in its response",
-    "delivered_fraction": "of a rebuild: delivered / trained",
+    "delivered_fraction": "of a rebuild: delivered / trained; a masked one delivers nothing, its trajectories may",
     "segments": "of a rebuild: contiguous parts of the scored conversation; more than one if it drifted",
 }
 """Of a build or a rebuild."""

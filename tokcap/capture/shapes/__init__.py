@@ -20,6 +20,23 @@
 | `tgi-generate` | `details.prefill` | `details.tokens` | `details.tokens` |
 | `tinker-sample` | none: refused | `sequences[].tokens` | `sequences[].logprobs` |
 
+| shape | engine | seen since | route |
+|---|---|---|---|
+| `nemo-chat` | NeMo Gym, NeMo RL | 0.7 | `/v1/chat/completions` |
+| `dynamo` | Dynamo | extra_fields: engine_data | `/v1/chat/completions, /v1/completions` |
+| `sglang-chat` | SGLang | 0.5.15 (meta_info), 0.5.18 (response_token_ids), 0.5.20 (sglext) | `/v1/chat/completions` |
+| `sglang-completions` | SGLang | 0.5.18 (return_token_ids) | `/v1/completions` |
+| `sglang-generate` | SGLang | 0.4.10 | `/generate` |
+| `trtllm-completions` | TensorRT-LLM | trtllm-serve | `/v1/completions` |
+| `vllm-chat` | vLLM | 0.10.2 (return_token_ids) | `/v1/chat/completions` |
+| `vllm-completions` | vLLM | 0.10.2 (return_token_ids) | `/v1/completions` |
+| `vllm-generate` | vLLM | 0.11; integer ids beside the log-probs from 0.32 | `/inference/v1/generate` |
+| `vllm-chat-token-names` | vLLM and gateways | before 0.10.2 (return_tokens_as_token_ids) | `/v1/chat/completions` |
+| `nemo-responses` | NeMo Gym, NeMo RL | 0.7 | `/v1/responses` |
+| `vllm-responses` | vLLM | 0.13 (enable_response_messages) | `/v1/responses` |
+| `tgi-generate` | Text Generation Inference | details, decoder_input_details | `/generate` |
+| `tinker-sample` | Tinker | SampleResponse | `sample` |
+
 The shape names who spoke; the places of all shapes of a dialect are read in any case, and all that hold ids must
 agree. Ids are taken from where an engine writes them and never made from text or bytes. Either a record is exact and
 whole, or `UnusableAnswerError` says why it isn't:

@@ -67,7 +67,9 @@ def test_every_shape_of_the_table_has_an_example_and_a_line_in_the_documentation
     assert len(set(names)) == len(names)
     assert set(names) == {shape for shape, _ in EXAMPLES.values()}
     documented = [line.split("`")[1] for line in (shapes.__doc__ or "").splitlines() if line.startswith("| `")]
-    assert documented == names
+    assert documented == [*names, *names]  # where its ids are, and since when
+    for shape in SHAPES:
+        assert f"| `{shape.name}` | {shape.engine} | {shape.versions} | `{shape.route}` |" in (shapes.__doc__ or "")
 
 
 @pytest.mark.parametrize(

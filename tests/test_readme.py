@@ -1,0 +1,114 @@
+"""What the README shows runs as it stands there, with stand-ins for an engine and a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import recordings
+from tokcap import FileStore, TokenEntry, token_id_capture_config
+from tokcap.conformance import Report
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def block(*words: str) -> str:
+    """The one Python block that has all these words."""
+    (found,) = [code for code in blocks("python") if all(word in code for word in words)]
+    return found
+
+
+async def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run a block, which may await, and give back its names."""
+    body = textwrap.indent(code, "    ")
+    exec(f"async def shown():\n{body}\n    return dict(locals())", names)
+    found: dict[str, Any] = await names["shown"]()
+    return {**names, **found}
+
+
+def test_capture_and_consume_in_five_lines(tmp_path: Path) -> None:
+    call = recordings.load("linear-1").calls[0]
+    taken: list[tuple[Any, ...]] = []
+
+    async def engine(body: dict[str, Any]) -> Any:
+        assert body is call.request
+        return call.response
+
+    async def both() -> None:
+        names: dict[str, Any] = {"engine": engine, "body": call.request, "add_to_batch": lambda *row: taken.append(row)}
+        capture = block("captured_call(").replace("/var/lib/tokcap", str(tmp_path))
+        names = await run(capture, names)
+        await names["store"].finish("rollout-17", meta={"reward": 1.0})
+        consuming = block("async with consume(FileStore").replace("/var/lib/tokcap", str(tmp_path))
+        await run(consuming.rstrip() + "\n        rollouts.stop()", names)
+        assert (await names["store"].stat("rollout-17")).state == "retired"
+        await names["store"].close()
+
+    asyncio.run(both())
+    ((token_ids, loss_mask, log_probs, reward),) = taken
+    (entry,) = call.entries
+    assert token_ids.tolist() == [*entry.prompt_token_ids.tolist(), *entry.generation_token_ids.tolist()]
+    assert log_probs[loss_mask].tolist() == entry.generation_log_probs.tolist()
+    assert reward == 1.0
+
+
+def test_the_configuration_and_its_code(tmp_path: Path) -> None:
+    (settings,) = blocks("yaml")
+    shown = token_id_capture_config(yaml.safe_load(settings))
+    assert shown.enabled
+    assert str(shown.resolved_dir()) == "/tmp/ng_tokcap"
+    path = tmp_path / "run.yaml"
+    path.write_text(settings.replace("/tmp/ng_tokcap", str(tmp_path / "store")))
+    code = block("consume_from_config").replace('"run.yaml"', repr(str(path))).replace("...", "rollouts.stop()")
+
+    async def shown_code() -> None:
+        names = await run(code, {})
+        assert isinstance(names["sink"], FileStore)
+        await names["sink"].close()
+
+    asyncio.run(shown_code())
+
+
+def test_the_finalized_record(tmp_path: Path) -> None:
+    async def shown_code() -> None:
+        store = FileStore(tmp_path)
+        await store.put(TokenEntry("r-1", "c", [1, 2], [3], [-0.5]))
+        record: dict[str, Any] = {"rollout_id": "r-1", "response": {"output": []}, "reward": 1.0}
+        written: list[Any] = []
+        await run(block("finalize_rollout("), {"store": store, "record": record, "write_durably": written.append})
+        assert written == [record]
+        assert record["response"]["output"][0]["generation_token_ids"] == [3]
+        assert (await store.stat("r-1")).state == "retired"
+        await store.close()
+
+    asyncio.run(shown_code())
+
+
+def test_the_store_without_asyncio(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = block("put_now(TokenEntry").replace("tokcap-data", str(tmp_path / "data"))
+    asyncio.run(run(code, {}))
+    assert "rollout-17" in capsys.readouterr().out
+    assert FileStore(tmp_path / "data").stat_now("rollout-17").state == "retired"
+
+
+def test_the_conformance_kit_takes_sinks_and_sources(tmp_path: Path) -> None:
+    code = block("check(")
+    made: list[FileStore] = []
+
+    def opened(url: str) -> FileStore:
+        made.append(FileStore(tmp_path / url))
+        return made[-1]
+
+    names = asyncio.run(run(code, {"MySink": opened, "MySource": opened, "url": "store"}))
+    assert isinstance(names["report"], Report)
+    assert len(made) > 2

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -422,18 +422,33 @@ def test_an_error_body_is_left_to_the_caller(store: Any, body: Any, status: int,
     run(serve())
 
 
+ROUTE = "http://engine:8000/v1/chat/completions"
+
+
 class RefusedError(Exception):
-    def __init__(self, status: int) -> None:
+    """As the usual clients raise it: with the URL at one place or another."""
+
+    def __init__(self, status: int, url: str | None = ROUTE, at: str = "request") -> None:
         super().__init__("a secret answer")
         self.status_code = status
+        if at:
+            setattr(self, at, SimpleNamespace(url=url))
+        else:
+            self.url = url
 
 
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
         (RefusedError(429), "no_generation"),
-        (RefusedError(400), "no_generation"),
+        (RefusedError(400, f"{ROUTE}/?a=b", "response"), "no_generation"),
+        (RefusedError(404, "http://engine/inference/v1/generate", "request_info"), "no_generation"),
+        (RefusedError(413, "http://engine/v1/responses", ""), "no_generation"),
+        (RefusedError(404, "http://tools/v1/files"), "lost"),
+        (RefusedError(404, "http://tools/?next=/v1/responses"), "lost"),
+        (RefusedError(404, None), "lost"),
         (RefusedError(408), "lost"),
+        (RefusedError(499), "lost"),
         (RefusedError(500), "lost"),
         (ValueError("a secret answer"), "lost"),
         (asyncio.CancelledError(), "aborted"),
@@ -448,6 +463,20 @@ def test_a_call_that_raises_has_an_outcome(store: Any, error: BaseException, out
         outcomes, _, details = await frozen(store)
         assert outcomes == {CALL: outcome}
         assert "secret" not in details
+
+    run(serve())
+
+
+@pytest.mark.parametrize(("raised", "outcome"), [(429, "no_generation"), (404, "lost")])
+def test_an_error_body_proves_a_refusal_that_is_raised_on_with_its_status(
+    store: Any, raised: int, outcome: str
+) -> None:
+    async def serve() -> None:
+        with suppress(RefusedError):
+            async with captured_call(store, ROLLOUT, CALL):
+                await capture_tokens({"error": {"message": "slow down"}}, status=429)
+                raise RefusedError(raised, None)
+        assert await outcome_of(store) == outcome
 
     run(serve())
 
@@ -689,7 +718,7 @@ def test_hazard_30_an_answer_that_comes_after_the_freeze_is_lost_in_a_new_versio
     run(serve())
 
 
-def test_hazard_16_a_straggler_of_a_reset_attempt_changes_nothing(store: Any) -> None:
+def test_hazard_16_a_straggler_of_a_reset_attempt_changes_nothing(store: Any, caplog: pytest.LogCaptureFixture) -> None:
 
     async def serve() -> None:
         async with captured_call(store, ROLLOUT, CALL):
@@ -700,6 +729,8 @@ def test_hazard_16_a_straggler_of_a_reset_attempt_changes_nothing(store: Any) ->
         assert (await frozen(store))[0] == {"new": "recorded"}
 
     run(serve())
+    assert "the reset removed its intent" in caplog.text
+    assert "shows it as open" not in caplog.text
 
 
 class Unreadable:
@@ -828,7 +859,227 @@ def test_a_generator_that_is_closed_elsewhere_still_settles_its_call(store: Any)
     run(serve())
 
 
+# ---- generators that take turns
+
+
+Answering = Callable[[Any, str, bool], AsyncIterator[str]]
+
+
+async def answering(store: Any, name: str, explicit: bool) -> AsyncIterator[str]:
+    """A handler that streams: in a rollout and a call of its own name, with its first letter as the token id."""
+    async with captured_call(store, name, name) as context:
+        yield "chunk"
+        answer = answer_of(choice_of([ord(name[0])], [-0.5]))
+        await capture_tokens(answer, context=context if explicit else None)
+        yield "last"
+
+
+@asynccontextmanager
+async def wrapped(store: Any, name: str) -> AsyncIterator[CaptureContext]:
+    async with captured_call(store, name, name) as context:
+        yield context
+
+
+async def answering_in_a_wrapper(store: Any, name: str, explicit: bool) -> AsyncIterator[str]:
+    async with wrapped(store, name) as context:
+        yield "chunk"
+        answer = answer_of(choice_of([ord(name[0])], [-0.5]))
+        await asyncio.gather(capture_tokens(answer, context=context if explicit else None))
+        yield "last"
+
+
+ORDERS = ["abababc", "aabbb", "ababba", "abbaab", "abbbaa", "abcabcabc", "abccbacba", "abcacbbca"]
+
+
+async def take_turns(store: Any, order: str, handler: Answering, *, explicit: bool) -> dict[str, tuple[str, list[int]]]:
+    """Iterate one handler per letter in the given order, all in this task; then the outcome and ids of each."""
+    handlers = {name: handler(store, name, explicit) for name in sorted(set(order))}
+    for name in order:
+        await anext(handlers[name], "")
+    for events in handlers.values():
+        async for _ in events:
+            pass
+    assert current_capture_context() is None
+    await capture_tokens(answer_of(choice_of([1], [-0.5])))
+    found = {}
+    for name in handlers:
+        outcomes, entries, _ = await frozen(store, name)
+        found[name] = (outcomes[name], [int(each) for entry in entries for each in entry.generation_token_ids])
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("handler", [answering, answering_in_a_wrapper])
+def test_generators_that_take_turns_and_pass_the_call_are_recorded(store: Any, order: str, handler: Answering) -> None:
+    found = run(take_turns(store, order, handler, explicit=True))
+    assert found == {name: ("recorded", [ord(name)]) for name in sorted(set(order))}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("handler", [answering, answering_in_a_wrapper])
+def test_generators_that_take_turns_never_record_under_the_call_of_another(
+    store: Any, order: str, handler: Answering, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = run(take_turns(store, order, handler, explicit=False))
+    assert all(seen in (("recorded", [ord(name)]), ("lost", [])) for name, seen in found.items())
+    if order.startswith("aba"):
+        assert found["a"] == ("lost", [])
+        assert "take turns in one task" in caplog.text
+
+
+def test_a_block_that_ends_does_not_take_the_current_call_from_one_that_goes_on(store: Any) -> None:
+    found = run(take_turns(store, "abaabb", answering, explicit=False))
+    assert found == {"a": ("lost", []), "b": ("recorded", [ord("b")])}
+
+
+def test_a_dropped_answer_is_lost_and_not_aborted_when_its_generator_is_closed(store: Any) -> None:
+    async def serve() -> None:
+        first, second = answering(store, "a", False), answering(store, "b", True)
+        for events in (first, second, first):
+            await anext(events)
+        await first.aclose()  # type: ignore[attr-defined]
+        await second.aclose()  # type: ignore[attr-defined]
+        assert (await frozen(store, "a"))[0] == {"a": "lost"}
+
+    run(serve())
+
+
+def test_a_generator_that_runs_on_its_own_needs_not_pass_the_call(store: Any) -> None:
+    async def serve() -> None:
+        for name in "ab":
+            assert [chunk async for chunk in answering(store, name, False)] == ["chunk", "last"]
+        async with captured_call(store, "outer", "outer"):
+            async for _ in answering(store, "c", False):
+                pass
+            await capture_tokens(answer_of())
+        for name in ("a", "b", "c", "outer"):
+            assert (await frozen(store, name))[0] == {name: "recorded"}
+
+    run(serve())
+
+
+def test_what_a_reader_captures_is_not_of_the_generator_that_it_reads(store: Any) -> None:
+    async def serve() -> None:
+        async with captured_call(store, "reader", "reader") as reader:
+            events = answering(store, "a", True)
+            await anext(events)
+            await capture_tokens(answer_of())  # whose is it?
+            await capture_tokens(answer_of(), context=reader)
+            async for _ in events:
+                pass
+        assert (await frozen(store, "reader"))[0] == {"reader": "recorded"}
+        assert (await frozen(store, "a"))[1][0].generation_token_ids.tolist() == [ord("a")]
+
+    run(serve())
+
+
+def test_the_call_of_an_abandoned_generator_takes_nothing_more(store: Any) -> None:
+    async def serve() -> None:
+        async for _ in answering(store, "a", True):
+            break
+        async with asyncio.timeout(10):
+            while current_capture_context() is not None:  # the loop closes the generator in a task of its own
+                await asyncio.sleep(0.001)
+        await capture_tokens(answer_of())
+        outcomes, entries, _ = await frozen(store, "a")
+        assert (outcomes, entries) == ({"a": "aborted"}, [])
+
+    run(serve())
+
+
+# ---- after the end
+
+
+def test_a_task_that_is_left_over_says_nothing_more_of_its_call(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def serve() -> None:
+        left = asyncio.Event()
+        seen = []
+
+        async def leftover() -> None:
+            await left.wait()
+            seen.append(current_capture_context())
+            await capture_tokens(answer_of())
+            await commit_entry(entry_of())
+            await settle("no_generation")
+
+        async with captured_call(store, ROLLOUT, "outer") as outer:
+            async with captured_call(store, ROLLOUT, CALL) as context:
+                task = asyncio.create_task(leftover())
+                await capture_tokens(without_ids())
+            assert current_capture_context() is outer
+            left.set()
+            await task
+            await capture_tokens(answer_of(), context=context)
+            await capture_parsed(parse_answer(answer_of()), context=context)
+            await commit_entry(entry_of(), context=context)
+            await settle("no_generation", context=context)
+            assert not outer.committed
+            await capture_tokens(answer_of())
+        outcomes, entries, details = await frozen(store)
+        assert outcomes == {"outer": "recorded", CALL: "lost"}
+        assert [entry.model_call_id for entry in entries] == ["outer"]
+        assert details.strip() == "the answer holds no token ids"
+        assert seen == [None]
+
+    run(serve())
+    assert caplog.text.count("has ended") == 7
+
+
+def test_delivery_may_be_noted_after_the_end(file_store: FileStore) -> None:
+    async def serve() -> None:
+        async with captured_call(file_store, ROLLOUT, CALL) as context:
+            await capture_tokens(answer_of())
+        await note_delivery("full", context=context)
+        with await file_store.freeze(ROLLOUT) as snapshot:
+            assert snapshot.calls[0].delivered == "full"
+
+    run(serve())
+
+
+def test_the_call_that_is_given_goes_before_the_current_one(store: Any) -> None:
+    async def serve() -> None:
+        async with captured_call(store, ROLLOUT, "outer") as outer, captured_call(store, ROLLOUT, "inner"):
+            await settle("aborted", "gone", context=outer)
+            await commit_entry(entry_of("outer"), context=outer)
+            await capture_tokens(answer_of())
+        outcomes, entries, _ = await frozen(store)
+        assert outcomes == {"outer": "aborted", "inner": "recorded"}
+        assert len(entries) == 2
+
+    run(serve())
+
+
 # ---- cancellation
+
+
+class Cancelling:
+    def model_dump(self) -> Any:
+        raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("method", ["put", "put_many", "model_dump"])
+def test_a_cancellation_that_nobody_asked_for_is_a_failure_of_its_source(store: Any, method: str) -> None:
+    async def serve() -> str:
+        sink = FailingSink(store, **{method: asyncio.CancelledError()})
+        two = answer_of(choice_of(IDS, LOG_PROBS), choice_of([5], [-0.5], 1))
+        async with captured_call(sink, ROLLOUT, CALL, choices=2 if method == "put_many" else 1):
+            await capture_tokens({"put": answer_of(), "put_many": two}.get(method, Cancelling()))
+        return "the answer"
+
+    assert run(serve()) == "the answer"
+    outcomes, _, details = run(frozen(store))
+    assert outcomes == {CALL: "lost"}
+    assert "CancelledError" in details
+
+
+def test_a_settlement_or_intent_that_cancels_itself_is_a_failure(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    cancelled = asyncio.CancelledError()
+    run(captured(FailingSink(store, settle_call=cancelled), without_ids()))
+    assert "could not be settled as lost" in caplog.text
+    with pytest.raises(CaptureError, match="CancelledError"):
+        run(captured(FailingSink(store, begin_call=cancelled), answer_of()))
+    run(under(CaptureContext(ROLLOUT, CALL, FailingSink(store, note_delivery=cancelled)), lambda: note_delivery("no")))
+    assert "could not be noted" in caplog.text
 
 
 def test_a_put_goes_on_when_its_caller_is_cancelled(store: Any) -> None:
@@ -900,7 +1151,13 @@ def test_committed_entries_are_durable_and_capture_adds_nothing(store: Any) -> N
             await commit_entry(entry_of())
             assert context.committed
             await commit_entry(entry_of())
-            await capture_tokens(answer_of(choice_of([1], [-0.5])))
+            richer = {"role": "assistant", "content": "a secret answer", "reasoning": "more"}
+            await capture_tokens(answer_of(choice_of(IDS, [-0.25, -0.25000001], message=richer)))
+            await capture_tokens(answer_of(choice_of(IDS, [None, -9999.0])))
+            await capture_tokens(answer_of(choice_of(IDS, None)))
+            await capture_parsed(parse_answer(answer_of(choice_of(IDS[:1], [-0.25]))), aborted=True)
+            await capture_tokens(without_ids())
+            await capture_tokens(without_ids(completion_tokens=0))
             await capture_tokens("<html>")
             assert context.outcome is None
         outcomes, entries, _ = await frozen(store)
@@ -914,7 +1171,7 @@ def test_choices_that_were_not_committed_come_from_the_answer(store: Any) -> Non
     async def serve() -> None:
         async with captured_call(store, ROLLOUT, CALL, choices=2):
             await commit_entry([entry_of(ids=[5], choice_index=1)])
-            await capture_tokens(answer_of(choice_of(IDS, LOG_PROBS), choice_of([6], [-0.5], 1)))
+            await capture_tokens(answer_of(choice_of(IDS, LOG_PROBS), choice_of([5], [-0.25], 1)))
         outcomes, entries, _ = await frozen(store)
         assert outcomes == {CALL: "recorded"}
         assert {entry.choice_index: entry.generation_token_ids.tolist() for entry in entries} == {0: IDS, 1: [5]}
@@ -967,6 +1224,51 @@ def test_another_content_for_the_call_is_a_conflict_and_is_logged(store: Any, ca
 
     run(serve())
     assert "another content is stored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        answer_of(choice_of([1, 2], LOG_PROBS)),
+        answer_of(choice_of(IDS, [-0.25, -1.75])),
+        answer_of(prompt_token_ids=[1, 2, 3]),
+        [entry_of(ids=[9])],
+    ],
+)
+def test_other_tokens_for_a_recorded_choice_are_a_conflict(
+    store: Any, caplog: pytest.LogCaptureFixture, second: Any
+) -> None:
+    async def serve() -> None:
+        async with captured_call(store, ROLLOUT, CALL) as context:
+            await capture_tokens(answer_of())
+            await (commit_entry(second) if isinstance(second, list) else capture_tokens(second))
+            assert context.outcome == "conflict"
+        assert await outcome_of(store) == "conflict"
+
+    run(serve())
+    assert "another content is stored" in caplog.text
+
+
+def test_an_entry_of_the_tokens_that_are_recorded_adds_nothing(store: Any) -> None:
+    async def serve() -> None:
+        async with captured_call(store, ROLLOUT, CALL):
+            await capture_tokens(answer_of())
+            await commit_entry(TokenEntry(ROLLOUT, CALL, PROMPT, IDS, LOG_PROBS))
+        assert await outcome_of(store) == "recorded"
+
+    run(serve())
+
+
+def test_a_minimal_sink_is_marked_for_a_conflict_that_it_does_not_see() -> None:
+    async def serve() -> None:
+        sink = MinimalSink()
+        async with captured_call(sink, ROLLOUT, CALL) as context:
+            await commit_entry(entry_of())
+            await capture_tokens(answer_of(choice_of([1], [-0.5])))
+            assert context.outcome == "conflict"
+        assert sink.marked == [(ROLLOUT, CALL)]
+
+    run(serve())
 
 
 def test_an_engine_with_an_event_loop_of_its_own_may_commit(file_store: FileStore) -> None:

@@ -561,7 +561,11 @@ def test_a_wrong_flag_of_another_agent_is_not_looked_at() -> None:
 @pytest.mark.parametrize("all_agents", [True, False])
 def test_a_configuration_that_was_read_knows_no_flags(all_agents: bool) -> None:
     config = token_id_capture_config(on(all_agents=all_agents) | agent(True))
-    assert token_id_capture_enabled_for_agent(config, "coder") is all_agents
+    if all_agents:
+        assert token_id_capture_enabled_for_agent(config, "coder")
+    else:
+        with pytest.raises(ConfigError, match="hand in the global config dict"):
+            token_id_capture_enabled_for_agent(config, "coder")
 
 
 def test_flags_at_two_places_that_contradict_each_other_are_refused() -> None:
@@ -1715,3 +1719,19 @@ def test_a_block_handed_in_without_its_name_is_refused(tmp_path: Path) -> None:
 def test_a_path_is_refused_with_the_name_of_what_reads_it(given: object) -> None:
     with pytest.raises(ConfigError, match="load_config"):
         token_id_capture_config(given)
+
+
+def test_an_agent_is_not_looked_for_where_its_flag_cannot_be(tmp_path: Path) -> None:
+    block = {"enabled": True, "dir": str(tmp_path)}
+    parsed = token_id_capture_config({"token_id_capture": block})
+    with pytest.raises(ConfigError, match="hand in the global config dict"):
+        token_id_capture_enabled_for_agent(parsed, "agent")
+    assert not token_id_capture_enabled_for_agent(parsed, None)
+    everybody = token_id_capture_config({"token_id_capture": {**block, "all_agents": True}})
+    assert token_id_capture_enabled_for_agent(everybody, "agent")
+    assert not token_id_capture_enabled_for_agent(token_id_capture_config({}), "agent")
+
+
+@pytest.mark.parametrize("secret", [{"hunter2-secret"}, frozenset({"hunter2-secret"}), bytearray(b"hunter2-secret")])
+def test_secrets_in_sets_and_byte_arrays_are_not_shown_either(secret: Any) -> None:
+    assert "hunter2" not in without_values(f"cannot connect with {secret!r}", secret)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -25,12 +26,15 @@ from tokcap import FileStore
 from tokcap.config import close_process_endpoints
 from tokcap.delivery import Delivery, MaskGuard, Rollouts, consume, consume_from_config, consume_now
 from tokcap.delivery.handover import same_trained
+from tokcap.delivery.identity import rollout_id_of
 from tokcap.delivery.share import share_of
-from tokcap.errors import FrozenError, InvalidOptionError, MaskFractionError
+from tokcap.errors import BusyError, FrozenError, InvalidIdError, InvalidOptionError, MaskFractionError
 from tokcap.trajectory import Build, build
 
 stores = _stores
 nursery = pytest.fixture(scope="module")(_nursery)
+
+PATIENCE_S = 30.0
 
 
 async def one_turn(store: Any, *rollout_ids: str) -> None:
@@ -70,11 +74,15 @@ class Watched:
         self.frozen: list[str] = []
         self.retired: list[str] = []
         self.open: Counter[str] = Counter()
-        self.error: Exception | None = None
-        self.entries_error: Exception | None = None
+        self.error: BaseException | None = None
+        self.errors_left = sys.maxsize
+        self.entries_error: BaseException | None = None
+        self.failing_late: tuple[str, int] | None = None
+        """A property of its snapshots, and how often each of them tells it before it fails."""
 
     async def freeze(self, rollout_id: str) -> Any:
-        if self.error is not None and rollout_id == "bad":
+        if self.error is not None and rollout_id == "bad" and self.errors_left > 0:
+            self.errors_left -= 1
             raise self.error
         self.frozen.append(rollout_id)
         return WatchedSnapshot(await self.store.freeze(rollout_id), self)
@@ -89,12 +97,16 @@ class Watched:
 
 class WatchedSnapshot:
     def __init__(self, snapshot: Any, source: Watched) -> None:
-        self._snapshot, self._source = snapshot, source
+        self._snapshot, self._source, self._told = snapshot, source, 0
         source.open[snapshot.rollout_id] += 1
 
     def __getattr__(self, name: str) -> Any:
         if name == "entries" and self._source.entries_error is not None and self._snapshot.rollout_id == "bad":
             raise self._source.entries_error
+        if self._source.failing_late is not None and name == self._source.failing_late[0]:
+            self._told += 1
+            if self._told > self._source.failing_late[1]:
+                raise OSError("the other end is gone")
         return getattr(self._snapshot, name)
 
     def close(self) -> None:
@@ -170,6 +182,124 @@ def test_an_error_of_the_given_iterable_comes_out_after_what_came_before(stores:
         await store.close()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("blocking", ["queue", "generator"])
+def test_what_was_given_comes_out_while_the_next_id_is_waited_for(stores: MakeStore, blocking: str) -> None:
+    go_on = threading.Event()
+
+    def given() -> Iterator[str]:
+        yield "a"
+        assert go_on.wait(PATIENCE_S)
+        yield "b"
+
+    async def body() -> None:
+        store = stores()
+        await one_turn(store, "a", "b")
+        ids: queue.Queue[str] = queue.Queue()
+        ids.put("a")
+        async with consume(store, given() if blocking == "generator" else iter(ids.get, "end")) as rollouts:
+            first = await asyncio.wait_for(anext(rollouts), PATIENCE_S)
+            assert first.rollout_id == "a"
+            go_on.set()
+            ids.put("b")
+            ids.put("end")
+            assert [one.rollout_id for one in await asyncio.wait_for(taken(rollouts), PATIENCE_S)] == ["b"]
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_leaving_does_not_wait_for_an_iterator_of_ids_that_blocks(stores: MakeStore) -> None:
+    store = stores()
+    asyncio.run(one_turn(store, "a", "b"))
+    ids: queue.Queue[str] = queue.Queue()
+    ids.put("a")
+    before = set(threading.enumerate())
+    with consume_now(store, iter(ids.get, "end")) as rollouts:
+        next(rollouts)
+    # Reached at all; what the abandoned thread still gets disturbs nobody, and ends it.
+    [waiting] = [one for one in set(threading.enumerate()) - before if one.name == "tokcap-ids"]
+    ids.put("b")
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    asyncio.run(store.close())
+
+
+def test_the_event_loop_goes_on_while_many_ids_of_other_workers_are_given() -> None:
+    async def body() -> None:
+        ids = [one for one in map(str, range(40_000)) if share_of(one, 8) != 3]
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.ensure_future(count())
+        async with consume(Watched(None), ids, worker=3, workers=8) as rollouts:
+            assert await taken(rollouts) == []
+        counting.cancel()
+        assert turns > 100
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, StopAsyncIteration])
+def test_an_iterable_of_ids_that_raises_what_ends_tasks_does_not_end_quietly(error: type[BaseException]) -> None:
+    def given() -> Iterator[str]:
+        yield ""
+        raise error
+
+    async def given_async() -> AsyncIterator[str]:
+        for one in given():
+            yield one
+
+    async def body(ids: Any) -> None:
+        seen: list[str] = []
+        with pytest.raises(RuntimeError, match=error.__name__):
+            async with consume(Watched(None), ids) as rollouts:
+                await take_into(seen, rollouts)
+        assert seen == [""]
+
+    asyncio.run(body(given()))
+    if error is asyncio.CancelledError:
+        asyncio.run(body(given_async()))
+
+
+HUGE = 10**5000
+ODD: list[Any] = [
+    HUGE,
+    {"rollout_id": HUGE},
+    {"_ng_task_index": "9" * 5000, "_ng_rollout_index": 1},
+    {"_ng_task_index": HUGE, "_ng_rollout_index": 1},
+    {"_ng_task_index": -HUGE, "_ng_rollout_index": 1},
+    {"_ng_task_index": 1e300, "_ng_rollout_index": 1},
+    {"_ng_task_index": np.array([1, 2]), "_ng_rollout_index": 1},
+    {"rollout_id": "a", "_ng_attempt_index": HUGE},
+]
+
+
+def test_an_odd_id_or_record_comes_out_masked_and_stops_nothing(stores: MakeStore) -> None:
+    async def body() -> None:
+        store = stores()
+        await one_turn(store, "a")
+        for odd in ODD:
+            async with consume(store, [odd, "a"]) as rollouts:
+                found = {one.rollout_id: one for one in await taken(rollouts)}
+            assert found.keys() == {"", "a"}
+            assert found[""].reasons == ("no_rollout_id",)
+            assert 0 < len(found[""].metrics["error"]) < 400
+        await store.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("odd", ODD[1:])
+def test_a_record_with_an_odd_index_or_id_is_refused_as_one(odd: dict[str, Any]) -> None:
+    with pytest.raises(InvalidIdError):
+        rollout_id_of(odd)
 
 
 def test_an_id_that_is_given_twice_is_handed_over_once(stores: MakeStore) -> None:
@@ -465,6 +595,24 @@ def test_a_late_mark_that_changes_what_is_trained_brings_the_newer_version_out(s
     asyncio.run(body())
 
 
+def test_the_newer_version_comes_out_once_however_often_the_older_one_is_done(stores: MakeStore) -> None:
+    async def body() -> None:
+        store = stores()
+        await two_turns(store, "a")
+        async with consume(store, ["a"]) as rollouts:
+            first = await anext(rollouts)
+            await conflict(stores(), "a", "c2")
+            assert await asyncio.gather(*(first.done() for _ in range(3))) == [False] * 3
+            assert not await first.done()
+            assert first.replaced
+            [newer] = await taken(rollouts)
+            assert (newer.version, newer.replaces) == (2, 1)
+            assert await newer.done()
+        await store.close()
+
+    asyncio.run(body())
+
+
 def test_the_loop_does_not_end_while_a_rollout_is_being_retired(stores: MakeStore) -> None:
     async def body() -> None:
         store = stores()
@@ -612,6 +760,119 @@ def test_a_rollout_that_cannot_be_read_comes_out_masked_and_stops_nothing(stores
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("failing", ["scored", "group_of", "entries"])
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, asyncio.CancelledError])
+def test_what_no_future_carries_makes_a_rollout_unreadable(
+    stores: MakeStore, failing: str, error: type[BaseException]
+) -> None:
+    def fail(rollout_id: str, meta: Any) -> Any:
+        if rollout_id == "bad":
+            raise error
+        return None if failing == "scored" else "group"
+
+    async def body() -> None:
+        store = stores()
+        await one_turn(store, "a", "bad", "b")
+        source = Watched(store)
+        options: dict[str, Any] = {failing: fail}
+        if failing == "entries":
+            source.entries_error, options = error(), {}
+        async with consume(source, ["a", "bad", "b"], ahead=1, **options) as rollouts:
+            found = {one.rollout_id: one for one in await asyncio.wait_for(taken(rollouts), PATIENCE_S)}
+        assert found.keys() == {"a", "bad", "b"}
+        assert (found["bad"].reasons, found["a"].masked) == (("unreadable",), False)
+        assert error.__name__ in found["bad"].metrics["error"]
+        assert set(source.open.values()) == {0}
+        await store.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2])
+@pytest.mark.parametrize("name", ["version", "snapshot_id"])
+def test_a_snapshot_whose_properties_fail_late_is_unreadable_and_holds_nothing_up(
+    stores: MakeStore, caplog: pytest.LogCaptureFixture, name: str, answers: int
+) -> None:
+    async def body() -> None:
+        store = stores()
+        ids = [f"a{i}" for i in range(4)]
+        await one_turn(store, *ids)
+        source = Watched(store)
+        source.failing_late = (name, answers)
+        async with consume(source, ids, ahead=1) as rollouts:
+            found = await asyncio.wait_for(taken(rollouts), PATIENCE_S)
+        assert sorted(one.rollout_id for one in found) == ids
+        if answers < 2:
+            assert all(one.reasons == ("unreadable",) for one in found)
+            assert all(one.version == answers for one in found)  # known if it was told once
+            assert caplog.text.count("can't be read") == 4
+        assert set(source.open.values()) == {0}
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_a_source_that_cancels_itself_loses_no_rollout(stores: MakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    class Cancelling(Watched):
+        async def retire(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+            raise asyncio.CancelledError("a connection of its own")
+
+    async def body() -> None:
+        store = stores()
+        await one_turn(store, "bad", "b")
+        source = Cancelling(store)
+        source.error = asyncio.CancelledError("a connection of its own")
+        async with consume(source, ["bad", "b"], ahead=1) as rollouts:
+            bad, good = await asyncio.wait_for(taken(rollouts), PATIENCE_S)
+            assert (bad.rollout_id, bad.reasons) == ("bad", ("unreadable",))
+            assert not await good.done()
+        assert caplog.text.count("a connection of its own") == 2
+        await store.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("error", [BusyError("held"), OSError("no descriptor"), TimeoutError("slow")])
+def test_a_freeze_that_fails_for_a_moment_is_tried_again(
+    stores: MakeStore, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokcap.delivery.reading._PAUSES_S", (0.0, 0.01))
+
+    async def body() -> None:
+        store = stores()
+        await one_turn(store, "bad")
+        source = Watched(store)
+        source.error = error
+        for failures in (2, 3):
+            source.errors_left = failures
+            async with consume(source, ["bad"]) as rollouts:
+                [one] = await taken(rollouts)
+            assert (one.masked, source.errors_left) == (failures == 3, 0)
+        source.error, source.errors_left = LookupError("which no time heals"), 2
+        async with consume(source, ["bad"]) as rollouts:
+            [one] = await taken(rollouts)
+        assert (one.masked, source.errors_left) == (True, 1)
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_leaving_ends_the_pause_before_a_freeze_is_tried_again(
+    stores: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokcap.delivery.reading._PAUSES_S", (3600.0,))
+
+    async def body() -> None:
+        source = Watched(stores())
+        source.error = OSError("no descriptor")
+        async with asyncio.timeout(PATIENCE_S), consume(source, ["bad"]):
+            await asyncio.sleep(0.05)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        await source.close()
+
+    asyncio.run(body())
+
+
 def test_rule_27_the_guard_stops_the_loop(stores: MakeStore) -> None:
     async def body() -> None:
         store = stores()
@@ -711,6 +972,28 @@ def test_stop_lets_out_what_is_frozen_and_ends(stores: MakeStore) -> None:
     asyncio.run(body())
 
 
+def test_stop_from_another_thread_ends_a_loop_that_waits(stores: MakeStore) -> None:
+    async def body() -> Rollouts:
+        store = stores()
+        await one_turn(store, "a")
+        never = asyncio.Event()
+
+        async def given() -> AsyncIterator[str]:
+            yield "a"
+            await never.wait()
+
+        async with consume(store, given()) as rollouts:
+            await anext(rollouts)
+            # Idle for good: only what wakes the event loop ends it.
+            threading.Timer(0.05, rollouts.stop).start()
+            assert await asyncio.wait_for(taken(rollouts), PATIENCE_S) == []
+        await store.close()
+        return rollouts
+
+    rollouts = asyncio.run(body())
+    rollouts.stop()  # nothing to stop any more
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -786,6 +1069,60 @@ def test_trainers_without_an_event_loop_take_rollouts_from_a_plain_loop(stores: 
         pass
     ours = ("tokcap-consume", "asyncio_")
     assert {thread for thread in threading.enumerate() if thread.name.startswith(ours)} <= threads
+    asyncio.run(store.close())
+
+
+def test_a_plain_loop_is_stopped_from_another_thread(store_dir: Path) -> None:
+    store = FileStore(store_dir)
+    asyncio.run(one_turn(store, "a"))
+    asyncio.run(store.finish("a"))
+    with consume_now(store, poll_s=0.01) as rollouts:
+        seen = []
+        for rollout in rollouts:
+            seen.append(rollout.rollout_id)
+            threading.Timer(0.05, rollouts.stop).start()
+    assert seen == ["a"]
+    assert list(rollouts) == []
+    rollouts.stop()
+    asyncio.run(store.close())
+
+
+def test_done_now_works_after_the_loop_has_ended(stores: MakeStore) -> None:
+    store = stores()
+    ids = ["a", "b", "c"]
+    asyncio.run(one_turn(store, *ids))
+    with consume_now(store, ids) as rollouts:
+        first, second, third = list(rollouts)
+    assert first.done_now()
+    assert first.done_now()
+
+    async def within_another_loop() -> bool:
+        return second.done_now()
+
+    assert asyncio.run(within_another_loop())
+    asyncio.run(store.mark_incomplete(third.rollout_id))
+    assert third.done_now()
+    asyncio.run(store.close())
+
+
+def test_done_now_of_another_thread_is_not_lost_when_the_loop_ends(stores: MakeStore) -> None:
+    class Slow(Watched):
+        async def retire(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+            begun.set()
+            await asyncio.sleep(0.1)
+            return await super().retire(rollout_id, snapshot_id=snapshot_id, version=version)
+
+    begun = threading.Event()
+    store = stores()
+    asyncio.run(one_turn(store, "a"))
+    answers: list[bool] = []
+    with consume_now(Slow(store), ["a"]) as rollouts:
+        rollout = next(rollouts)
+        thread = threading.Thread(target=lambda: answers.append(rollout.done_now()))
+        thread.start()
+        assert begun.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    assert answers == [True]
     asyncio.run(store.close())
 
 

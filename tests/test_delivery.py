@@ -222,6 +222,23 @@ def test_rule_25_a_tool_call_keeps_the_id_that_its_result_refers_to(stores: Make
     asyncio.run(body())
 
 
+def test_rule_24_a_record_that_was_finalized_and_retired_before_stays_as_it_is(stores: MakeStore) -> None:
+    async def body() -> None:
+        store = stores()
+        await two_turns(store)
+        record = record_of(*TWO_TURNS)
+        assert await retire_rollout(await finalized(record, store), store)
+        before = copy.deepcopy(record)
+        again = await finalized(record, store)
+        assert (again.native, again.masked, again.retirable) == (True, False, False)
+        assert record == before
+        without = await finalized(record_of(*TWO_TURNS), store)
+        assert without.reasons == ("unreadable",)
+        await store.close()
+
+    asyncio.run(body())
+
+
 def test_rule_25_what_cannot_be_aligned_keeps_its_output_and_its_evidence(stores: MakeStore) -> None:
     async def body() -> None:
         store = stores()

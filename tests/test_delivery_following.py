@@ -395,3 +395,38 @@ def test_other_sources_are_followed_by_their_rollouts_and_stat(store_dir: Path) 
                 assert (await next_of(rollouts)).resumed
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("failing", ["rollouts", "stat"])
+@pytest.mark.parametrize("error", [ConnectionError("a blip"), asyncio.CancelledError("a blip")])
+def test_a_look_that_fails_is_logged_and_made_again(
+    store_dir: Path, caplog: pytest.LogCaptureFixture, failing: str, error: BaseException
+) -> None:
+    async def body() -> None:
+        async with FileStore(store_dir) as store:
+            source = Plain(store)
+            rollouts_of, stat_of, failures = source.rollouts, source.stat, [0, 0]
+
+            async def failing_rollouts() -> AsyncIterator[tuple[str, str]]:
+                failures[0] += 1
+                if failures[0] in (2, 3):
+                    raise error
+                async for pair in rollouts_of():
+                    yield pair
+
+            async def failing_stat(rollout_id: str) -> Any:
+                failures[1] += 1
+                if failures[1] <= 4:
+                    raise error
+                return await stat_of(rollout_id)
+
+            setattr(source, failing, failing_rollouts if failing == "rollouts" else failing_stat)
+            async with following(source) as rollouts:
+                await asyncio.sleep(0.1)
+                await finished_turn(store, "a")
+                assert (await next_of(rollouts)).rollout_id == "a"
+            assert max(failures) > 3
+            assert "a blip" in caplog.text
+            assert caplog.text.count("a blip") <= 2  # not at every look
+
+    asyncio.run(body())

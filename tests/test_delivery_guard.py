@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tokcap.config import TokenIdCaptureConfig
@@ -53,10 +55,26 @@ def test_without_a_limit_it_only_counts() -> None:
     assert guard.counts == {"drift": 100}
 
 
-@pytest.mark.parametrize(("fraction", "samples"), [(1.5, 1), (-0.1, 1), (float("nan"), 1), (0.5, 0), (0.5, True)])
-def test_a_guard_that_cannot_be_is_refused(fraction: float, samples: int) -> None:
-    with pytest.raises(InvalidOptionError):
-        MaskGuard(fraction, samples)
+@pytest.mark.parametrize("fraction", [1.5, -0.1, float("nan"), "0.5", True, False, [0.5], 1j])
+def test_a_fraction_that_cannot_be_is_refused(fraction: Any) -> None:
+    with pytest.raises(InvalidOptionError) as raised:
+        MaskGuard(fraction, 1)
+    assert str(raised.value) == f"max_mask_fraction is {fraction!r}, expected None or a number from 0 to 1"
+
+
+@pytest.mark.parametrize("samples", [0, -1, True, "x", 1.5, None])
+def test_a_number_of_samples_that_cannot_be_is_refused(samples: Any) -> None:
+    with pytest.raises(InvalidOptionError) as raised:
+        MaskGuard(0.5, samples)
+    assert str(raised.value) == f"min_samples is {samples!r}, expected a whole number from 1"
+
+
+@pytest.mark.parametrize("fraction", [0, 1, 0.5, Fraction(1, 4), np.float32(0.25)])
+def test_a_fraction_may_be_any_real_number(fraction: Any) -> None:
+    guard = MaskGuard(fraction, 1)
+    if fraction < 1:
+        with pytest.raises(MaskFractionError, match="max_mask_fraction=0"):
+            guard.observe(True)
 
 
 def test_the_configured_guard_has_the_limits_of_the_block(tmp_path: Path) -> None:

@@ -1985,3 +1985,54 @@ def test_call_records_are_plain_values(store: FileStore) -> None:
     (record,) = freeze(store).calls
     assert isinstance(record, CallRecord)
     assert msgspec.structs.asdict(record)["model_call_id"] == "c-1"
+
+
+# ---- a freeze of one incarnation
+
+
+def test_a_freeze_that_names_an_incarnation_never_freezes_another_one(store_dir: Path) -> None:
+    with FileStore(store_dir) as store:
+        store.begin_call_now("r", "first")
+        meant = store.stat_now("r").snapshot_id
+        store.reset_now("r")
+        with pytest.raises(StaleAttemptError, match="was reset"):
+            store.freeze_now("r", snapshot_id=meant)
+        assert store.stat_now("r").state == "absent"
+        store.begin_call_now("r", "second")
+        with pytest.raises(StaleAttemptError, match="nothing was frozen"):
+            asyncio.run(store.freeze("r", snapshot_id=meant))
+        assert store.stat_now("r").state == "open"
+        with store.freeze_now("r", snapshot_id=store.stat_now("r").snapshot_id) as snapshot:
+            assert [call.model_call_id for call in snapshot.calls] == ["second"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_hazard_16_a_freeze_that_waits_for_open_calls_never_freezes_the_attempt_after_a_reset(
+    store_dir: Path, blocking: bool
+) -> None:
+    with FileStore(store_dir) as store, FileStore(store_dir) as owner:
+        owner.begin_call_now("r", "first")
+        errors: list[BaseException] = []
+
+        def freeze() -> None:
+            try:
+                if blocking:
+                    store.freeze_now("r", wait_open_s=30)
+                else:
+                    asyncio.run(store.freeze("r", wait_open_s=30))
+            except StaleAttemptError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=freeze)
+        waiting.start()
+        while True:  # until the door is closed: then it waits
+            try:
+                owner.begin_call_now("r", f"call-{time.monotonic_ns()}")
+            except FrozenError:
+                break
+        owner.reset_now("r")
+        owner.begin_call_now("r", "second")
+        waiting.join(20)
+        assert len(errors) == 1
+        assert owner.stat_now("r").state == "open"
+        assert [call.model_call_id for call in owner.stat_now("r").calls] == ["second"]

@@ -6,16 +6,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..entry import TokenEntry
 from ..errors import UnusableAnswerError
 from .context import CaptureContext
 from .request import requested_sampling
 from .shapes import ParsedAnswer, ParsedChoice
 
-__all__ = ("answer_entries", "error_status", "is_aborted", "payload_of")
+__all__ = ("answer_entries", "error_status", "is_aborted", "is_stored", "payload_of")
 
 _ABORTED = "aborted"
 _ABORT_REASONS = ("abort", _ABORTED, "cancelled")
+_CLAMPED = -9999.0
 _ANSWER_KEYS = ("choices", "output", "output_ids", "meta_info")
 
 
@@ -60,15 +63,38 @@ def is_aborted(answer: ParsedAnswer) -> bool:
 
 
 def answer_entries(context: CaptureContext, answer: ParsedAnswer, *, aborted: bool = False) -> list[TokenEntry]:
-    """An entry for each choice that is not stored yet. Raises `InvalidEntryError`.
+    """An entry for each choice that is not stored yet, or with other tokens. Raises `InvalidEntryError`.
 
     aborted: the answer is what was seen of one that did not end; choices without any token are left out.
     """
     return [
         _entry(context, answer, choice, aborted)
         for choice in answer.choices
-        if choice.choice_index not in context.stored_choices and not (aborted and not len(choice.generation_token_ids))
+        if not is_stored(context, choice, partial=aborted) and not (aborted and not len(choice.generation_token_ids))
     ]
+
+
+def is_stored(context: CaptureContext, given: ParsedChoice | TokenEntry, *, partial: bool = False) -> bool:
+    """Whether the tokens and log-probs of this choice are stored, as far as both sides know them.
+
+    What else an answer holds may differ: a capture inside the engine knows no content. partial: a beginning will do.
+    """
+    index = given.choice_index
+    stored = context.stored.get(index)
+    if stored is None:
+        return index in context.stored_choices
+    count = len(given.generation_token_ids) if partial else len(stored.generation_token_ids)
+    prompts = (stored.prompt_token_ids, given.prompt_token_ids)
+    if all(len(prompt) for prompt in prompts) and not np.array_equal(*prompts):
+        return False
+    if not np.array_equal(stored.generation_token_ids[:count], given.generation_token_ids):
+        return False
+    one = np.asarray(stored.generation_log_probs[:count], dtype=np.float64)
+    other = np.asarray(given.generation_log_probs, dtype=np.float64)
+    # -9999 is what engines write for -inf, and for one that they don't know.
+    known = np.isfinite(one) & np.isfinite(other) & (one > _CLAMPED) & (other > _CLAMPED)
+    # An answer may give them with fewer digits than the engine has.
+    return bool(np.allclose(one[known], other[known], rtol=1e-3, atol=1e-4))
 
 
 def _entry(context: CaptureContext, answer: ParsedAnswer, choice: ParsedChoice, aborted: bool) -> TokenEntry:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
+from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from ..entry import TokenEntry
 from ..errors import InvalidEntryError
 from ..ids import check_model_call_id, check_rollout_id
 from ..protocol import Outcome, TokenSink
 from .request import requested_choices
 
-__all__ = ("CaptureContext", "current_capture_context", "reset_capture_context", "set_capture_context")
+__all__ = (
+    "CaptureContext",
+    "begin_block",
+    "current_capture_context",
+    "end_block",
+    "leave_block",
+    "reset_capture_context",
+    "set_capture_context",
+    "target_of",
+)
+
+logger = logging.getLogger("tokcap.capture")
 
 
 class CaptureContext:
@@ -23,11 +39,14 @@ class CaptureContext:
     """
 
     __slots__ = (
+        "block",
         "choices",
+        "ended",
         "error_status",
         "extra",
         "idempotency_key",
         "intent_registered",
+        "interleaved",
         "model",
         "model_call_id",
         "outcome",
@@ -41,6 +60,7 @@ class CaptureContext:
         "rollout_id",
         "sampling",
         "sink",
+        "stored",
         "stored_choices",
         "writing",
     )
@@ -95,6 +115,8 @@ class CaptureContext:
         """Whether the sink holds an intent of this call; False with a sink that knows none."""
         self.stored_choices: set[int] = set()
         """The indexes of the choices whose entries are durable."""
+        self.stored: dict[int, TokenEntry] = {}
+        """Those entries, to tell a repetition from another content."""
         self.outcome: Outcome | None = None
         """What a durable settlement said last, or `conflict` if the sink refused the record for that; else None."""
         self.reason = ""
@@ -103,6 +125,12 @@ class CaptureContext:
         """Of an answer that was no answer but an error: its HTTP status, 0 if it tells none."""
         self.writing: asyncio.Task[Any] | None = None
         """The write that was begun last. It goes on when its caller is cancelled."""
+        self.block: Block | None = None
+        """Where its `captured_call` was entered; None without one."""
+        self.ended = False
+        """Whether its `captured_call` was left: then nothing more is said of this call."""
+        self.interleaved = False
+        """Whether an answer came that may be of this call or of another one that was open in the same task."""
 
     @property
     def committed(self) -> bool:
@@ -114,6 +142,22 @@ class CaptureContext:
         said = "recorded" if self.committed else self.outcome or "open"
         return f"CaptureContext({self.rollout_id!r}, {self.model_call_id!r}, choices={self.choices}, {said})"
 
+
+class Block:
+    """Where a `captured_call` was entered."""
+
+    __slots__ = ("generator", "parent", "task")
+
+    def __init__(self, task: asyncio.Task[Any] | None, generator: int | None, parent: CaptureContext | None) -> None:
+        self.task = task
+        self.generator = generator
+        """The frame of the async generator that it was entered in; None outside of one."""
+        self.parent = parent
+        """The call that was current before."""
+
+
+_open: WeakKeyDictionary[asyncio.Task[Any], list[CaptureContext]] = WeakKeyDictionary()
+"""Task -> the calls whose blocks were entered in it and not left yet."""
 
 _current: ContextVar[CaptureContext | None] = ContextVar("tokcap_capture_context", default=None)
 
@@ -132,5 +176,117 @@ def reset_capture_context(token: Token[CaptureContext | None]) -> None:
 
 
 def current_capture_context() -> CaptureContext | None:
-    """The call that the running task answers; None for traffic that is not captured."""
-    return _current.get()
+    """The call that the running task answers; None for traffic that is not captured.
+
+    A call that has ended is none: then it is the nearest enclosing one that has not, for the task that entered it; a
+    task that is left over from it answers no call.
+    """
+    context = _current.get()
+    if context is None or not context.ended or context.block is None:
+        return context
+    return _enclosing(context) if context.block.task is _task() else None
+
+
+def begin_block(context: CaptureContext) -> None:
+    """Enter a block: `context` is the current one until `leave_block`."""
+    task = _task()
+    generator = next(_generators(), None)
+    context.block = Block(task, generator, current_capture_context())
+    if task is not None:
+        _open.setdefault(task, []).append(context)
+    _current.set(context)
+
+
+def end_block(context: CaptureContext) -> None:
+    """From now on nothing but the end of the block speaks for this call."""
+    context.ended = True
+
+
+def leave_block(context: CaptureContext) -> None:
+    """The call before is current again. In any order, and in another task than the one that entered."""
+    context.ended = True
+    block = context.block
+    if block is None:
+        return
+    block.parent = _enclosing(context)  # so that no chain of ended calls grows
+    opened = _open.get(block.task, []) if block.task is not None else []
+    if context in opened:
+        opened.remove(context)
+    # Blocks of generators that take turns end in any order: only who is current gives back.
+    if _current.get() is context:
+        _current.set(block.parent)
+
+
+def target_of(context: CaptureContext | None, what: str) -> CaptureContext | None:
+    """The call to which `what` belongs: the given one, else the current one. None: to none, or it can't be told."""
+    found = _current.get() if context is None else context
+    if found is not None and found.ended:
+        enclosing = current_capture_context() if context is None else None
+        if enclosing is None:
+            logger.warning("%r has ended: %s for it was dropped", found, what)
+            return None
+        found = enclosing
+    if context is None and found is not None:
+        mixed = _mixed_with(found)
+        if mixed:
+            for each in mixed:
+                each.interleaved = True
+            logger.error(
+                "%s was dropped: blocks of captured_call take turns in one task, so it may be of any of %r; "
+                "pass context= in async generators",
+                what,
+                mixed,
+            )
+            return None
+    return found
+
+
+def _mixed_with(context: CaptureContext) -> list[CaptureContext]:
+    """The calls that the running code may be answering, if `context` is current but need not be the one.
+
+    A context variable belongs to the task that iterates a generator, not to the generator. So if blocks of different
+    generators are open in one task, the running generator has to be that of the current call.
+    """
+    block = context.block
+    if block is None or block.task is None:
+        return []
+    opened = [each for each in _open.get(block.task, ()) if each.block is not None]
+    owners = {each.block.generator for each in opened if each.block is not None}
+    if len(owners) < 2:
+        return []
+    if block.task is _task():
+        running = next((frame for frame in _generators() if frame in owners), None)
+        if running == block.generator:
+            return []
+    # Else a task that one of them started, and nothing tells which.
+    return opened
+
+
+def _generators() -> Iterator[int]:
+    """The async generators that are running, the innermost first; without those that are context managers.
+
+    By the ids of their frames: a frame that is held keeps alive what it refers to.
+    """
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_back
+        if frame.f_code.co_flags & inspect.CO_ASYNC_GENERATOR and (
+            caller is None or caller.f_globals.get("__name__") != "contextlib"
+        ):
+            yield id(frame)
+        frame = caller
+
+
+def _enclosing(context: CaptureContext) -> CaptureContext | None:
+    """The nearest call around `context` that has not ended."""
+    found = context.block.parent if context.block is not None else None
+    while found is not None and found.ended:
+        found = found.block.parent if found.block is not None else None
+    return found
+
+
+def _task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop
+        return None

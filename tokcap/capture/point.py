@@ -6,6 +6,7 @@ answer into an error: what can't be recorded makes the call `lost`, with the rea
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, get_args
@@ -14,7 +15,7 @@ from ..entry import TokenEntry
 from ..errors import InvalidOutcomeError, UnusableAnswerError
 from ..protocol import Delivered, SettledOutcome
 from .answer import answer_entries, error_status, is_aborted, payload_of
-from .context import CaptureContext, current_capture_context
+from .context import CaptureContext, current_capture_context, target_of
 from .shapes import ParsedAnswer, StreamJoiner, parse_answer
 from .statements import apart, begin, deliver, described, settle_as, store
 
@@ -33,19 +34,20 @@ async def register_call_intent() -> None:
         await apart(context, partial(begin, context))
 
 
-async def capture_tokens(response: Any, *, status: int = 200) -> None:
+async def capture_tokens(response: Any, *, status: int = 200, context: CaptureContext | None = None) -> None:
     """Record a complete answer for the current call; when this returns, the record is durable or the call is lost.
 
     response: the body as a dict, a list of dicts (a batch), an object with `model_dump`, or a `StreamJoiner` that was
         fed the stream as far as it came. A stream that ended early, or in an error, is `aborted` with the tokens seen.
     status: its HTTP status. An error, by status or by its body, is left to the caller to settle.
+    context: the call, if it is not the current one; in an async generator always (see `captured_call`).
 
     Never raises, except for a cancellation, which leaves the write running. An answer without ids is `lost`, with
-    no tokens sampled `no_generation`, and stopped by the engine `aborted`. Choices that `commit_entry` has stored stay
-    as they are; without a current call nothing happens.
+    no tokens sampled `no_generation`, and stopped by the engine `aborted`. Choices that are stored stay as they are;
+    other tokens for one of them are a conflict. Without a current call, or after its end, nothing happens.
     """
-    context = current_capture_context()
-    if context is None or context.committed:
+    context = target_of(context, "an answer")
+    if context is None or context.sink is None:
         return
     aborted = isinstance(response, StreamJoiner) and (response.error is not None or not response.finished)
     try:
@@ -56,24 +58,26 @@ async def capture_tokens(response: Any, *, status: int = 200) -> None:
             return
         answer = parse_answer(payload, choices=context.choices, path=context.path, partial=aborted)
     except UnusableAnswerError as error:
-        await _lose(context, str(error))
-    except Exception as error:
-        await _lose(context, f"the answer could not be read: {described(error)}")
+        await _lose_open(context, str(error))
+    except (Exception, asyncio.CancelledError) as error:  # nothing was awaited, so nobody cancelled this
+        await _lose_open(context, f"the answer could not be read: {described(error)}")
     else:
-        await capture_parsed(answer, aborted=aborted)
+        await capture_parsed(answer, aborted=aborted, context=context)
 
 
-async def capture_parsed(answer: ParsedAnswer, *, aborted: bool = False) -> None:
+async def capture_parsed(answer: ParsedAnswer, *, aborted: bool = False, context: CaptureContext | None = None) -> None:
     """`capture_tokens` of an answer that is parsed already.
 
     aborted: it did not end; the tokens seen are stored, and the call is `aborted`.
     """
-    context = current_capture_context()
-    if context is None or context.committed:
+    context = target_of(context, "an answer")
+    if context is None or context.sink is None:
         return
     try:
         aborted = aborted or is_aborted(answer)
         sampled = any(len(choice.generation_token_ids) for choice in answer.choices)
+        if context.committed and (not sampled or answer.evidence == "none"):
+            return
         if not aborted and not sampled and answer.usage_completion_tokens == 0:
             await apart(context, partial(settle_as, context, "no_generation", "usage says that no token was sampled"))
             return
@@ -82,13 +86,15 @@ async def capture_parsed(answer: ParsedAnswer, *, aborted: bool = False) -> None
             return
         entries = answer_entries(context, answer, aborted=aborted) if answer.evidence != "none" else []
     except Exception as error:
-        await _lose(context, f"no record can be made of the answer: {described(error)}")
+        await _lose_open(context, f"no record can be made of the answer: {described(error)}")
+        return
+    if context.committed and not entries:
         return
     await apart(context, partial(_record, context, entries, aborted))
 
 
 async def _record(context: CaptureContext, entries: list[TokenEntry], aborted: bool) -> None:
-    if aborted:
+    if aborted and not context.committed:
         # Said first: a crash in between must not leave a part of an answer that counts as the whole.
         await settle_as(context, "aborted", f"it did not end; choices with tokens: {len(entries)}")
         await store(context, entries)
@@ -96,14 +102,15 @@ async def _record(context: CaptureContext, entries: list[TokenEntry], aborted: b
         await settle_as(context, "lost", f"{len(context.stored_choices)} of {context.choices} choices were answered")
 
 
-async def commit_entry(entry: TokenEntry | Iterable[TokenEntry]) -> None:
+async def commit_entry(entry: TokenEntry | Iterable[TokenEntry], *, context: CaptureContext | None = None) -> None:
     """Record finished entries for the current call: for a capture inside the engine, which has the arrays already.
 
     entry: one entry, or several choices of the call; `put_many` stores them together. When this returns they are
     durable, or the call is lost (entries of another call included) or in conflict, and that is logged. Never raises,
-    except for a cancellation. Repeating it is a no-op; without a current call nothing happens.
+    except for a cancellation. Repeating it is a no-op; without a current call, or after its end, nothing happens.
+    context: the call, if it is not the current one.
     """
-    context = current_capture_context()
+    context = target_of(context, "an entry")
     if context is None:
         return
     entries = [entry] if isinstance(entry, TokenEntry) else _entries(entry)
@@ -122,34 +129,43 @@ def _entries(given: object) -> list[TokenEntry]:
     """The entries in `given`; empty if anything else is among them."""
     try:
         found = list(given) if isinstance(given, Iterable) else []
-    except Exception:  # the caller's own iterator
+    except (Exception, asyncio.CancelledError):  # the caller's own iterator
         return []
     return found if all(isinstance(each, TokenEntry) for each in found) else []
 
 
-async def settle(outcome: SettledOutcome, detail: str = "") -> None:
+async def settle(outcome: SettledOutcome, detail: str = "", *, context: CaptureContext | None = None) -> None:
     """Say how the current call ended: `no_generation` (only on proof that nothing was sampled), `aborted` or `lost`.
 
-    detail: why, in words without content. Raises `InvalidOutcomeError`; a sink that fails is logged, because
-    generation is over. Sinks without `settle_call` are told of a lost or aborted call by `mark_incomplete`.
+    detail: why, in words without content. context: the call, if it is not the current one. Raises
+    `InvalidOutcomeError`; a sink that fails is logged, because generation is over. Sinks without `settle_call` are told
+    of a lost or aborted call by `mark_incomplete`.
     """
     if outcome not in get_args(SettledOutcome):
         raise InvalidOutcomeError(f"settle takes {', '.join(get_args(SettledOutcome))}, not {outcome!r}")
-    context = current_capture_context()
+    context = target_of(context, f"the outcome {outcome}")
     if context is not None:
         await apart(context, partial(settle_as, context, outcome, detail))
 
 
-async def note_delivery(delivered: Delivered) -> None:
+async def note_delivery(delivered: Delivered, *, context: CaptureContext | None = None) -> None:
     """Note how much of the answer the client received: `full`, `partly`, `no` or `unknown`.
 
-    Raises `InvalidOutcomeError` for anything else. Sinks that keep no such notes are not told; failures are logged.
+    context: the call, if it is not the current one; it may have ended. Raises `InvalidOutcomeError` for anything else.
+    Sinks that keep no such notes are not told; failures are logged.
     """
     if delivered not in get_args(Delivered):
         raise InvalidOutcomeError(f"note_delivery takes {', '.join(get_args(Delivered))}, not {delivered!r}")
-    context = current_capture_context()
+    if context is None:
+        context = target_of(None, "a delivery note")
     if context is not None:
         await apart(context, partial(deliver, context, delivered))
+
+
+async def _lose_open(context: CaptureContext, reason: str) -> None:
+    """An answer that can't be used takes nothing from what is stored."""
+    if not context.committed:
+        await _lose(context, reason)
 
 
 async def _lose(context: CaptureContext, reason: str) -> None:

@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 from ..digests import request_digests
 from ..entry import TokenEntry
-from ..errors import CaptureError, ConflictError, TokcapError
+from ..errors import CaptureError, ConflictError, StaleAttemptError, TokcapError
 from ..protocol import Delivered, SettledOutcome, TokenSink
+from .answer import is_stored
 from .context import CaptureContext
 
 __all__ = ("apart", "begin", "deliver", "described", "settle_as", "store")
@@ -24,6 +25,10 @@ logger = logging.getLogger("tokcap.capture")
 _begin_arguments: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 _running: set[asyncio.Task[None]] = set()
 _MOST_WORDS = 1000
+
+
+class _SinkCancelledError(Exception):
+    """A `CancelledError` that a sink raised of its own."""
 
 
 async def apart(context: CaptureContext, write: Callable[[], Awaitable[object]]) -> None:
@@ -62,9 +67,8 @@ async def begin(context: CaptureContext) -> None:
         }
         if "request_digests" in accepted:
             known["request_digests"] = _digests(context)
-        await begin_call(
-            context.rollout_id, context.model_call_id, **{key: known[key] for key in known if key in accepted}
-        )
+        asked = {key: known[key] for key in known if key in accepted}
+        await _answered(begin_call(context.rollout_id, context.model_call_id, **asked))
     except TokcapError:
         raise
     except Exception as error:
@@ -75,10 +79,19 @@ async def begin(context: CaptureContext) -> None:
 
 
 async def store(context: CaptureContext, entries: Sequence[TokenEntry]) -> bool:
-    """Put the entries of one call. True: they are durable. False: the call is in conflict, or settled as lost."""
+    """Put the entries of one call. True: they are durable. False: the call is in conflict, or settled as lost.
+
+    What is stored already is left out; other tokens for a stored choice are put, because that makes the conflict.
+    """
+    entries = [entry for entry in entries if not is_stored(context, entry)]
+    contradicted = any(entry.choice_index in context.stored_choices for entry in entries)
     try:
         if context.sink is not None:
             await _put(context.sink, context, entries)
+            if contradicted:  # a sink that keeps the last one, or both
+                await settle_as(context, "lost", "other tokens were given for a choice that was stored")
+                context.outcome = "conflict"
+                return False
     except ConflictError as error:
         # The sink has made the conflict durable, and it outranks whatever could be said here.
         context.outcome, context.reason = "conflict", described(error)
@@ -93,12 +106,29 @@ async def store(context: CaptureContext, entries: Sequence[TokenEntry]) -> bool:
 async def _put(sink: TokenSink, context: CaptureContext, entries: Sequence[TokenEntry]) -> None:
     put_many = getattr(sink, "put_many", None)
     if put_many is not None and len(entries) > 1:
-        await put_many(list(entries))
-        context.stored_choices.update(entry.choice_index for entry in entries)
+        await _answered(put_many(list(entries)))
+        _remember(context, entries)
         return
     for entry in entries:
-        await sink.put(entry)
+        await _answered(sink.put(entry))
+        _remember(context, [entry])
+
+
+def _remember(context: CaptureContext, entries: Sequence[TokenEntry]) -> None:
+    for entry in entries:
         context.stored_choices.add(entry.choice_index)
+        context.stored.setdefault(entry.choice_index, entry)
+
+
+async def _answered(call: Awaitable[object]) -> None:
+    """Await a sink. A cancellation that is not one of this task is a failure of the sink."""
+    try:
+        await call
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise _SinkCancelledError("the sink raised CancelledError, and nobody had cancelled it") from error
 
 
 async def settle_as(context: CaptureContext, outcome: SettledOutcome, detail: str = "") -> None:
@@ -115,11 +145,12 @@ async def settle_as(context: CaptureContext, outcome: SettledOutcome, detail: st
             await _settle(context.sink, context, outcome, detail)
         except Exception as error:
             context.reason = detail
-            shown = (
-                "its intent is stored and shows it as open"
-                if context.intent_registered
-                else "nothing stored shows that this call happened; don't train on the rollout"
-            )
+            if isinstance(error, StaleAttemptError):
+                shown = "the reset removed its intent, too; the new attempt has no part in this call"
+            elif context.intent_registered:
+                shown = "its intent is stored and shows it as open"
+            else:
+                shown = "nothing stored shows that this call happened; don't train on the rollout"
             logger.error(
                 "%s: could not be settled as %s (%s): %s; %s",
                 _where(context),
@@ -135,9 +166,9 @@ async def settle_as(context: CaptureContext, outcome: SettledOutcome, detail: st
 async def _settle(sink: TokenSink, context: CaptureContext, outcome: SettledOutcome, detail: str) -> None:
     settle_call = getattr(sink, "settle_call", None)
     if settle_call is not None:
-        await settle_call(context.rollout_id, context.model_call_id, outcome, detail)
+        await _answered(settle_call(context.rollout_id, context.model_call_id, outcome, detail))
     elif outcome != "no_generation":
-        await sink.mark_incomplete(context.rollout_id, context.model_call_id)
+        await _answered(sink.mark_incomplete(context.rollout_id, context.model_call_id))
 
 
 async def deliver(context: CaptureContext, delivered: Delivered) -> None:
@@ -146,14 +177,14 @@ async def deliver(context: CaptureContext, delivered: Delivered) -> None:
     if note is None:
         return
     try:
-        await note(context.rollout_id, context.model_call_id, delivered)
+        await _answered(note(context.rollout_id, context.model_call_id, delivered))
     except Exception as error:
         logger.warning("%s: delivery %s could not be noted: %s", _where(context), delivered, described(error))
 
 
 def described(error: BaseException) -> str:
     """An error in words that hold no content: messages of foreign errors may quote what a model said."""
-    if isinstance(error, (TokcapError, OSError)):
+    if isinstance(error, (TokcapError, OSError, _SinkCancelledError)):
         return f"{type(error).__name__}: {error}"
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

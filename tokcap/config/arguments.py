@@ -85,15 +85,17 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for part in value.values():
             yield from _texts(part)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, set, frozenset)):
         for part in value:
             yield from _texts(part)
-    elif isinstance(value, (str, bytes, float, os.PathLike)) or (isinstance(value, int) and _printable(value)):
+    elif isinstance(value, (str, bytes, bytearray, float, os.PathLike)) or (
+        isinstance(value, int) and _printable(value)
+    ):
         for text in {str(value), repr(value), repr(str(value))[1:-1]}:
             if text:
                 yield text
 
 
-def _printable(number: int) -> bool:
+def _printable(value: Any) -> bool:
     # True and False say nothing; Python refuses to print very large integers, so no message shows them either.
-    return not isinstance(number, bool) and number.bit_length() < 10_000
+    return isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 10_000

@@ -55,7 +55,10 @@ def token_id_capture_enabled_for_agent(global_config_dict: Any, agent_name: str 
     """
     settings = token_id_capture_config(global_config_dict).token_id_capture
     flagged = False
-    if agent_name is not None and not isinstance(global_config_dict, TokenIdCaptureConfig):
+    if isinstance(global_config_dict, TokenIdCaptureConfig):
+        if settings.enabled and not settings.all_agents and agent_name is not None:
+            raise ConfigError("the flags of agents are not in a TokenIdCaptureConfig; hand in the global config dict")
+    elif agent_name is not None:
         flagged = _flagged(_places(global_config_dict), agent_name)
     return settings.enabled and (settings.all_agents or flagged)
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..protocol import TokenSource
 from .consumer import consume
@@ -14,15 +14,34 @@ from .handover import Delivery
 from .rollouts import Rollouts
 from .wanted import Given
 
-__all__ = ("consume_now",)
+__all__ = ("RolloutsNow", "consume_now")
 
 _T = TypeVar("_T")
 
 
+class RolloutsNow:
+    """The deliveries of one consumer, each once, for a plain loop; made by `consume_now`."""
+
+    def __init__(self, consumer: Rollouts, loop: asyncio.AbstractEventLoop) -> None:
+        self._consumer, self._loop = consumer, loop
+        self._left = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delivery:
+        delivery = None if self._left else _run(_next(self._consumer), self._loop)
+        if delivery is None:
+            raise StopIteration
+        return delivery
+
+    def stop(self) -> None:
+        """Take no more rollouts; those that are frozen already still come out, then the loop ends. From any thread."""
+        self._consumer.stop()
+
+
 @contextmanager
-def consume_now(
-    source: TokenSource | None, rollouts: Given | None = None, **options: Any
-) -> Iterator[Iterator[Delivery]]:
+def consume_now(source: TokenSource | None, rollouts: Given | None = None, **options: Any) -> Iterator[RolloutsNow]:
     """`consume`, blocking; freezing and building go on in a thread meanwhile. Takes the same options.
 
     ```python
@@ -32,36 +51,33 @@ def consume_now(
             rollout.done_now()
     ```
 
-    An iterable of ids is read in that thread.
+    What it gives has `stop()`, for any thread. `done_now` works after leaving, too. An iterator of ids is asked in a
+    thread of its own.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="tokcap-consume", daemon=True)
     thread.start()
 
-    def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
-
     try:
         consumer = consume(source, rollouts, **options)
-        run(consumer.__aenter__())
+        _run(consumer.__aenter__(), loop)
+        given = RolloutsNow(consumer, loop)
         try:
-            yield _each(consumer, run)
+            yield given
         finally:
-            run(consumer.__aexit__(None, None, None))
+            given._left = True
+            _run(consumer.__aexit__(None, None, None), loop)
+            _run(_rest(), loop)
     finally:
-        run(loop.shutdown_asyncgens())
-        run(loop.shutdown_default_executor())
+        _run(loop.shutdown_asyncgens(), loop)
+        _run(loop.shutdown_default_executor(), loop)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
 
 
-def _each(consumer: Rollouts, run: Any) -> Iterator[Delivery]:
-    while True:
-        delivery = run(_next(consumer))
-        if delivery is None:
-            return
-        yield delivery
+def _run(coroutine: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop) -> _T:
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
 
 async def _next(consumer: Rollouts) -> Delivery | None:
@@ -69,3 +85,8 @@ async def _next(consumer: Rollouts) -> Delivery | None:
         return await anext(consumer)
     except StopAsyncIteration:
         return None
+
+
+async def _rest() -> None:
+    """What other threads began with `done_now` comes to its end."""
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)

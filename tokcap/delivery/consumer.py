@@ -52,8 +52,9 @@ def consume(
     source: where to freeze, read and retire. None (`tokcap.config.process_source` says so if a framework reads by
         itself): nothing comes out.
     rollouts: ids of finished rollouts, or records that name them (`rollout_id_of`; their `response` is a witness of the
-        scored answer), from any iterable; it ends after the last. None: follow the `finish` notes in the store; it
-        ends when `stop` is called. A source other than the file store must have `rollouts` and `stat` for that.
+        scored answer), from any iterable; it ends after the last. One that may block is asked in a thread of its own,
+        and left there if it blocks when the consumer ends. None: follow the `finish` notes in the store; it ends when
+        `stop` is called. A source other than the file store must have `rollouts` and `stat` for that.
     ahead: at most so many rollouts are frozen and not yet handed over.
     worker, workers: with several consumers each takes its share of the ids, by a hash that never changes.
     wait_open_s: how long calls that are still open may take to finish before the freeze, if the source can wait.
@@ -70,9 +71,10 @@ def consume(
     sweep_every_s, tombstone_age_s: the first worker sweeps tombstones of that age as often, at the beginning, too, if
         the source can; 0 turns it off.
 
-    A rollout that can't be frozen or built comes out masked, with the reason `unreadable`; one that is retired already
-    is skipped. What is not `done` stays in the store and comes again, to the next consumer that follows it or is given
-    its id. Leaving the context, also by an error, closes every snapshot and ends every task; arrays stay valid.
+    A rollout that can't be frozen (after three tries if the reason is an `OSError`, such as `BusyError`) or built comes
+    out masked, with the reason `unreadable`; one that is retired already is skipped. What is not `done`
+    stays in the store and comes again, to the next consumer that follows it or is given its id. Leaving the context,
+    also by an error, closes every snapshot and ends every task; arrays stay valid.
 
     Raises `InvalidOptionError`.
     """

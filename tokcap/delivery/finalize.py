@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..errors import InvalidIdError
+from ..errors import InvalidIdError, RetiredError
 from ..protocol import TokenCaptureSnapshot, TokenSource
 from ..trajectory import Rebuild, rebuild_response
 from .alignment import aligned_output, prompts_extend
@@ -107,6 +107,11 @@ async def finalize_rollout(
         return _mask(record, Finalized("", masked=True, reasons=("no_rollout_id",)))
     try:
         snapshot = await freeze(source, rollout_id, wait_open_s)
+    except RetiredError as error:
+        if carries_native_ids(record.get("response")):
+            # Finalized and handed over before: what it was compared with is gone, and with good reason.
+            return Finalized(rollout_id, native=True)
+        return _mask(record, _unreadable(rollout_id, error))
     except Exception as error:
         return _mask(record, _unreadable(rollout_id, error))
     try:

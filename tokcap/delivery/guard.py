@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any, Self
 
 from ..errors import InvalidOptionError, MaskFractionError
@@ -20,12 +21,15 @@ class MaskGuard:
     """
 
     def __init__(self, max_mask_fraction: float | None, min_samples: int = 50) -> None:
-        if max_mask_fraction is not None and not 0 <= max_mask_fraction <= 1:
-            raise InvalidOptionError(f"max_mask_fraction is {max_mask_fraction!r}, expected None or 0 to 1")
+        part: object = max_mask_fraction
+        number = isinstance(part, Real) and not isinstance(part, bool)
+        if max_mask_fraction is not None and not (number and 0 <= max_mask_fraction <= 1):
+            raise InvalidOptionError(f"max_mask_fraction is {part!r}, expected None or a number from 0 to 1")
         count: object = min_samples
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InvalidOptionError(f"min_samples is {min_samples!r}, expected a whole number from 1")
-        self.max_mask_fraction, self.min_samples = max_mask_fraction, min_samples
+        self.max_mask_fraction = None if max_mask_fraction is None else float(max_mask_fraction)
+        self.min_samples = min_samples
         self.samples = 0
         self.masked = 0
         self.counts: Counter[str] = Counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 from ..trajectory import Build, Trajectory
 
 __all__ = ("Delivery", "Retire", "same_trained")
+
+_LOOK_S = 0.2
+"""How often a thread that waits for the consumer's event loop looks whether that is still there."""
 
 Retire = Callable[["Delivery"], Awaitable[bool]]
 """Retires what a delivery was made of."""
@@ -28,6 +32,7 @@ class Delivery:
         `done` gets the rollout again, with the same pair.
     replaces: the version that was handed over before, if a late mark changed what may be trained; else None. A consumer
         that still can should drop what it took under that version.
+    replaced: the newer version is on its way out of the loop, or was handed over.
     resumed: it was frozen before this consumer began to follow the store.
     """
 
@@ -56,6 +61,7 @@ class Delivery:
         self.reasons: tuple[str, ...] = (reason,) if build is None else build.reasons
         self.metrics: dict[str, Any] = {"error": error} if build is None else build.metrics
         self.replaces: int | None = None
+        self.replaced = False
         self.resumed = resumed
 
     @property
@@ -68,21 +74,37 @@ class Delivery:
 
         False, and the evidence stays: for a masked rollout, unless `discard` gives up what it recorded; if the source
         fails, which is logged; and if a late mark changed what may be trained. Then the newer version comes out of the
-        loop again, with `replaces` set. One that changes nothing of it is retired at once.
+        loop again, with `replaces` set, once, however often this is repeated. One that changes nothing of it is retired
+        at once.
         """
         if not self._retired and self.version and (discard or not self.masked):
             self._retired = await self._retire(self)
         return self._retired
 
     def done_now(self, *, discard: bool = False) -> bool:
-        """`done`, blocking, for any thread but that of the consumer's event loop."""
+        """`done`, blocking, for any thread but that of the consumer's event loop; also after that has ended."""
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
             running = None
         if running is self._loop:
             raise RuntimeError("done_now would block the event loop that it waits for: await done() instead")
-        return asyncio.run_coroutine_threadsafe(self.done(discard=discard), self._loop).result()
+        if self._loop.is_running():
+            work = self.done(discard=discard)
+            try:
+                asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+            except RuntimeError:  # it was closed at this moment
+                work.close()
+            else:
+                while not concurrent.futures.wait([asked], timeout=_LOOK_S).done:
+                    if self._loop.is_closed():  # it ended before it came to this
+                        asked.cancel()
+                        break
+                else:
+                    return asked.result()
+        # In a thread, because there may be a running loop in this one.
+        with concurrent.futures.ThreadPoolExecutor(1, "tokcap-done") as thread:
+            return thread.submit(asyncio.run, self.done(discard=discard)).result()
 
     def __repr__(self) -> str:
         state = f"masked: {', '.join(self.reasons)}" if self.masked else f"{len(self.trajectories)} trajectories"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidIdError
-from ..ids import check_rollout_id
+from ..ids import _short, check_rollout_id
 
 __all__ = ("rollout_id_of",)
+
+_TOO_LARGE = 10**200
+"""Of an index: the id would be too long. Much larger ones can't even be written in decimal."""
 
 _EXPLICIT = ("rollout_id", "_ng_rollout_id")
 
@@ -23,10 +27,10 @@ def rollout_id_of(record: Mapping[str, Any]) -> str | None:
     given = {key: record[key] for key in _EXPLICIT if record.get(key) is not None}
     for key, value in given.items():
         if not isinstance(value, str):
-            raise InvalidIdError(f"{key} is {value!r}, expected a string")
+            raise InvalidIdError(f"{key} is {_short(value)}, expected a string")
     if len(set(given.values())) > 1:
         raise InvalidIdError(
-            f"the record names two rollouts: {' and '.join(f'{key} {value!r}' for key, value in given.items())}"
+            f"the record names two rollouts: {' and '.join(f'{key} {_short(value)}' for key, value in given.items())}"
         )
     rollout_id: str
     if given:
@@ -47,12 +51,13 @@ def rollout_id_of(record: Mapping[str, Any]) -> str | None:
 def _index(key: str, value: Any) -> int:
     """A count from 0, also as tables and query strings write it: 3.0, "3"."""
     whole: int | None = None
-    if isinstance(value, str):
-        whole = int(value) if value.isascii() and value.isdecimal() else None
-    elif isinstance(value, float):
-        whole = int(value) if value.is_integer() else None
-    elif not isinstance(value, bool) and hasattr(value, "__index__"):
-        whole = value.__index__()
-    if whole is None or whole < 0:
-        raise InvalidIdError(f"{key} is {value!r}, expected a whole number from 0")
+    with contextlib.suppress(Exception):  # too many digits for `int`, an array that is no index
+        if isinstance(value, str):
+            whole = int(value) if value.isascii() and value.isdecimal() else None
+        elif isinstance(value, float):
+            whole = int(value) if value.is_integer() else None
+        elif not isinstance(value, bool) and hasattr(value, "__index__"):
+            whole = value.__index__()
+    if whole is None or not 0 <= whole < _TOO_LARGE:
+        raise InvalidIdError(f"{key} is {_short(value)}, expected a whole number from 0")
     return whole

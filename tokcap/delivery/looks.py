@@ -15,7 +15,7 @@ from ..protocol import RolloutState
 from ..store import FileStore
 from ..store.layout import look
 from ..store.sweep import rollout_ids
-from .freezing import in_thread
+from .freezing import in_thread, uncancelled
 
 __all__ = ("Look", "Looks", "SourceLooks", "StoreLooks", "looks_at")
 
@@ -141,8 +141,8 @@ class SourceLooks(Looks):
         return found
 
     async def one(self, rollout_id: str) -> Look:
-        stat = await self._source.stat(rollout_id)
+        stat = await uncancelled(self._source.stat(rollout_id))
         return Look(stat.state, stat.snapshot_id, (stat.entries, stat.calls, stat.finished))
 
     async def is_finished(self, rollout_id: str) -> bool:
-        return bool((await self._source.stat(rollout_id)).finished)
+        return bool((await uncancelled(self._source.stat(rollout_id))).finished)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -10,8 +11,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from ..protocol import TokenCaptureSnapshot, TokenSource
-from .freezing import in_thread
+from ..protocol import TokenSource
+from .freezing import error_text, in_thread
 from .guard import MaskGuard
 from .handover import Delivery, same_trained
 from .reading import How, Wanted, read_again, read_rollout
@@ -47,6 +48,7 @@ class Rollouts:
         self._changed = asyncio.Event()
         self._claimed: dict[str, tuple[str, int]] = {}
         """What was read here and is not retired: an id that is given twice must not be trained twice."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._feeder: asyncio.Task[None] | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._reading: set[asyncio.Task[None]] = set()
@@ -56,12 +58,11 @@ class Rollouts:
     async def __aenter__(self) -> Self:
         if self._feeder is not None:
             raise RuntimeError("this consumer was used before: call consume() again")
+        self._loop = asyncio.get_running_loop()
         self._feeder = asyncio.create_task(self._feed(), name="tokcap-consume")
         self._feeder.add_done_callback(self._wake)
         if self._sweeping is not None:
             self._sweeper = asyncio.create_task(self._sweeping(), name="tokcap-sweep")
-        if self._stopped:
-            self._feeder.cancel()
         return self
 
     async def __aexit__(
@@ -76,10 +77,18 @@ class Rollouts:
         self._ready.clear()
 
     def stop(self) -> None:
-        """Take no more rollouts; those that are frozen already still come out, then the loop ends."""
-        self._stopped = True
-        if self._feeder is not None:
-            self._feeder.cancel()
+        """Take no more rollouts; those that are frozen already still come out, then the loop ends.
+
+        From any thread, and from a signal handler.
+        """
+        self._stopped = True  # before looking for the loop: one that begins now sees it
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is nothing to stop any more
+                self._loop.call_soon_threadsafe(self._stop_feeding)
+
+    def _stop_feeding(self) -> None:
+        assert self._feeder is not None
+        self._feeder.cancel()
 
     def __aiter__(self) -> Self:
         return self
@@ -118,12 +127,18 @@ class Rollouts:
     async def _feed(self) -> None:
         wanted = self._wanted()
         try:
-            while True:
+            while not self._stopped:
                 await self._slots.acquire()  # before the next one is asked for: it is frozen as soon as it is known
                 try:
                     one = await anext(wanted)
                 except StopAsyncIteration:
                     return
+                except asyncio.CancelledError as error:
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling():
+                        raise
+                    # The caller's iterable is what was cancelled: that is no quiet end.
+                    raise RuntimeError(f"no more rollouts are given: {error_text(error)}") from error
                 task = asyncio.create_task(self._read(one), name=f"tokcap-read-{one.rollout_id}")
                 self._reading.add(task)
                 task.add_done_callback(self._reading.discard)
@@ -133,20 +148,23 @@ class Rollouts:
 
     async def _read(self, wanted: Wanted) -> None:
         assert self._source is not None  # nothing is wanted without one
-        delivery = await read_rollout(self._retire, self._source, wanted, self._how, self._claim)
-        if delivery is None:
-            self._slots.release()
-        else:
-            self._ready.append(delivery)
+        delivery = None
+        try:
+            delivery = await read_rollout(self._retire, self._source, wanted, self._how, self._claim)
+        finally:
+            if delivery is None:
+                self._slots.release()
+            else:
+                self._ready.append(delivery)
 
     def _wake(self, _: object) -> None:
         self._changed.set()
 
-    def _claim(self, snapshot: TokenCaptureSnapshot) -> bool:
-        pair = (snapshot.snapshot_id, snapshot.version)
-        if self._claimed.get(snapshot.rollout_id) == pair:
+    def _claim(self, rollout_id: str, snapshot_id: str, version: int) -> bool:
+        pair = (snapshot_id, version)
+        if self._claimed.get(rollout_id) == pair:
             return False
-        self._claimed[snapshot.rollout_id] = pair
+        self._claimed[rollout_id] = pair
         return True
 
     async def _retire(self, delivery: Delivery) -> bool:
@@ -159,13 +177,16 @@ class Rollouts:
                 if await retire_exactly(self._source, last.rollout_id, last.snapshot_id, last.version):
                     self._claimed.pop(last.rollout_id, None)
                     return True
+                if delivery.replaced:
+                    return False
                 newer = await read_again(self._retire, self._source, last, self._how)
-                if newer is None:
+                if newer is None or delivery.replaced:  # by a `done` at the same time
                     return False
                 self._claimed[newer.rollout_id] = (newer.snapshot_id, newer.version)
                 if not await in_thread(partial(same_trained, delivery.build, newer.build)):
                     newer.replaces = delivery.version
-                    if not self._closed:
+                    if not (self._closed or delivery.replaced):
+                        delivery.replaced = True
                         self._ready.append(newer)
                     return False
                 last = newer

@@ -10,7 +10,7 @@ import os
 import time
 from zlib import crc32
 
-from ..errors import CorruptError, RetiredError
+from ..errors import CorruptError, RetiredError, StaleAttemptError
 from .batch import Batch
 from .files import Files, durability_error
 from .frame import Kind
@@ -38,15 +38,25 @@ class Lifecycle(Operation):
 class Freeze(Lifecycle):
     """Fence the rollout and publish its snapshot, or open the one that is published."""
 
-    __slots__ = ()
+    __slots__ = ("incarnation",)
 
     creates = True
+
+    def __init__(self, rollout_id: str, incarnation: str = "") -> None:
+        super().__init__(rollout_id)
+        self.incarnation = incarnation
+        """The one that is meant; empty for whichever there is."""
 
     def run(self, rollout: Rollout) -> Snapshot:
         directory = rollout.look()
         files = rollout.files
         if directory.state == "retired":
             raise RetiredError(f"rollout {rollout.rollout_id} was consumed and retired; reset it to use its id again")
+        if self.incarnation and directory.incarnation != self.incarnation:
+            raise StaleAttemptError(
+                f"rollout {rollout.rollout_id} was reset: what was to be frozen is incarnation {self.incarnation}, and "
+                f"now it is {directory.incarnation or 'absent'}; nothing was frozen"
+            )
         try:
             if directory.state == "frozen":
                 files.fsync_directory(directory.incarnation_path)  # whoever published may have died before this

@@ -22,12 +22,13 @@ __all__ = ("SourceMethods",)
 class SourceMethods(StoreBase):
     """Everything that ends a rollout, and the way to its snapshot."""
 
-    async def freeze(self, rollout_id: str, *, wait_open_s: float = 0.0) -> Snapshot:
+    async def freeze(self, rollout_id: str, *, wait_open_s: float = 0.0, snapshot_id: str = "") -> Snapshot:
         """Fence the rollout against writers and return its snapshot; the same one when repeated.
 
         Every put that succeeded before is in it, none succeeds after. With `wait_open_s` open calls of live processes
-        may finish first, while new ones are refused. Raises `RetiredError`, `BusyError`, `DurabilityError`. Damage
-        doesn't raise: it shows in `snapshot.calls`.
+        may finish first, while new ones are refused. `snapshot_id` names the incarnation that is meant (`stat` shows
+        it): `StaleAttemptError` if the rollout was reset since, or while the freeze waited. Raises `RetiredError`,
+        `BusyError`, `DurabilityError`. Damage doesn't raise: it shows in `snapshot.calls`.
         """
         import asyncio
 
@@ -35,35 +36,38 @@ class SourceMethods(StoreBase):
         if self._settings["read_only"]:
             return await in_thread(lambda: self.freeze_now(rollout_id))
         if wait_open_s > 0:
+            # Before the door is closed: what is begun after a reset is not what is waited for.
+            snapshot_id = snapshot_id or await self._await(_Incarnation(rollout_id))
             with self._closing(rollout_id) as waiting:
                 deadline = time.monotonic() + wait_open_s
-                while waiting and await self._await(_OpenCalls(rollout_id, self._liveness.is_alive)):
-                    if time.monotonic() >= deadline:
+                while waiting and (open_in := await self._await(_OpenCalls(rollout_id, self._liveness.is_alive))):
+                    if open_in != snapshot_id or time.monotonic() >= deadline:
                         break
                     await asyncio.sleep(0.01)
-                return await self._freeze(rollout_id)
-        return await self._freeze(rollout_id)
+                return await self._freeze(rollout_id, snapshot_id)
+        return await self._freeze(rollout_id, snapshot_id)
 
-    async def _freeze(self, rollout_id: str) -> Snapshot:
-        snapshot: Snapshot = await self._await(Freeze(rollout_id))
+    async def _freeze(self, rollout_id: str, incarnation: str) -> Snapshot:
+        snapshot: Snapshot = await self._await(Freeze(rollout_id, incarnation))
         return snapshot
 
-    def freeze_now(self, rollout_id: str, *, wait_open_s: float = 0.0) -> Snapshot:
+    def freeze_now(self, rollout_id: str, *, wait_open_s: float = 0.0, snapshot_id: str = "") -> Snapshot:
         """`freeze`, blocking."""
         check_rollout_id(rollout_id)
         if self._settings["read_only"]:
             return self._looking().published(rollout_id)
         snapshot: Snapshot
         if wait_open_s > 0:
+            snapshot_id = snapshot_id or self._call(_Incarnation(rollout_id))
             with self._closing(rollout_id) as waiting:
                 deadline = time.monotonic() + wait_open_s
-                while waiting and self._call(_OpenCalls(rollout_id, self._liveness.is_alive)):
-                    if time.monotonic() >= deadline:
+                while waiting and (open_in := self._call(_OpenCalls(rollout_id, self._liveness.is_alive))):
+                    if open_in != snapshot_id or time.monotonic() >= deadline:
                         break
                     time.sleep(0.01)
-                snapshot = self._call(Freeze(rollout_id))
+                snapshot = self._call(Freeze(rollout_id, snapshot_id))
                 return snapshot
-        snapshot = self._call(Freeze(rollout_id))
+        snapshot = self._call(Freeze(rollout_id, snapshot_id))
         return snapshot
 
     async def freeze_many(self, rollout_ids: Iterable[str]) -> list[Snapshot]:
@@ -131,8 +135,17 @@ class SourceMethods(StoreBase):
                 self._files.close(fd)
 
 
+class _Incarnation(Lifecycle):
+    """The incarnation that there is; empty if the rollout is absent."""
+
+    __slots__ = ()
+
+    def run(self, rollout: Rollout) -> str:
+        return rollout.look().incarnation
+
+
 class _OpenCalls(Lifecycle):
-    """Whether a call is open whose writer is still alive."""
+    """In which incarnation a call is open whose writer is still alive; empty if in none."""
 
     __slots__ = ("is_alive",)
 
@@ -140,15 +153,15 @@ class _OpenCalls(Lifecycle):
         super().__init__(rollout_id)
         self.is_alive = is_alive
 
-    def run(self, rollout: Rollout) -> bool:
+    def run(self, rollout: Rollout) -> str:
+        directory = rollout.look()
+        if directory.state != "open":
+            return ""
         log = rollout.log
-        if log is None:
-            directory = rollout.look()
-            if directory.state != "open":
-                return False
+        if log is None or log.directory.incarnation != directory.incarnation:  # another process may have reset it
             log = rollout.load(directory)
         writers = {call.writer for call in log.ledger.calls.values() if call.writer and call.outcome == "open"}
-        return any(self.is_alive(writer) for writer in writers)
+        return log.directory.incarnation if any(self.is_alive(writer) for writer in writers) else ""
 
 
 def _all_or_close(results: Sequence[Any]) -> list[Snapshot]:

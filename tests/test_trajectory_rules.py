@@ -847,6 +847,14 @@ def test_rule_16_of_several_choices_only_those_that_were_cut_off_are_aborted() -
         assert built.metrics["aborted"] == 2
 
 
+def test_rule_16_a_sibling_that_is_the_beginning_of_the_aborted_answer_explains_the_prompt() -> None:
+    built = build(
+        example(call("a", [1], [2, 3, 4], outcome="aborted"), call("b", [1], [2, 3]), call("next", [1, 2, 3, 9], [6]))
+    )
+    assert trained(built) == {"b": [2, 3], "next": [6]}
+    assert built.metrics["aborted"] == 3
+
+
 def test_rule_17_calls_of_different_models_never_link() -> None:
     given = example(call("a", [1], [2], model="policy"), call("b", [1, 2, 3], [4], model="judge"))
     built = build(given, models=("policy", "judge"))

@@ -1168,8 +1168,8 @@ def test_rule_23_of_a_chain_that_drifted_the_last_segment_is_delivered_or_nothin
     )
     rebuilt = rebuild_response(given)
     assert rebuilt.calls == (("b", 0), ("c", 0))
-    assert rebuilt.metrics["segments"] == 2
-    assert rebuilt.metrics["delivered_fraction"] == 0.5
+    assert (rebuilt.segments, rebuilt.metrics["segments"]) == (2, 2)
+    assert (rebuilt.delivered_fraction, rebuilt.metrics["delivered_fraction"]) == (0.5, 0.5)
     assert rebuild_response(given, on_drift="mask").reasons == ("drift",)
     with pytest.raises(ValueError, match="last_segment"):
         rebuild_response(given, on_drift="first")  # type: ignore[arg-type]

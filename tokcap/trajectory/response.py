@@ -38,6 +38,16 @@ class Rebuild(msgspec.Struct):
     spoke: tuple[str, ...] = ()
     """Which witnesses named the scored call (`Scored.spoke`)."""
 
+    @property
+    def delivered_fraction(self) -> float:
+        """How much of all trained ids of the rollout the response carries, 0 to 1."""
+        return float(self.metrics["delivered_fraction"])
+
+    @property
+    def segments(self) -> int:
+        """How many contiguous parts the scored conversation has; more than one if it drifted."""
+        return int(self.metrics["segments"])
+
 
 def rebuild_response(
     snapshot: TokenCaptureSnapshot,

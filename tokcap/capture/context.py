@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar, Token
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ..entry import TokenEntry
 from ..errors import InvalidEntryError
@@ -153,11 +152,8 @@ class Block:
         self.generator = generator
         """The frame of the async generator that it was entered in; None outside of one."""
         self.parent = parent
-        """The call that was current before."""
+        """The call that was current before: an enclosing one, or one of another generator of the same task."""
 
-
-_open: WeakKeyDictionary[asyncio.Task[Any], list[CaptureContext]] = WeakKeyDictionary()
-"""Task -> the calls whose blocks were entered in it and not left yet."""
 
 _current: ContextVar[CaptureContext | None] = ContextVar("tokcap_capture_context", default=None)
 
@@ -189,11 +185,7 @@ def current_capture_context() -> CaptureContext | None:
 
 def begin_block(context: CaptureContext) -> None:
     """Enter a block: `context` is the current one until `leave_block`."""
-    task = _task()
-    generator = next(_generators(), None)
-    context.block = Block(task, generator, current_capture_context())
-    if task is not None:
-        _open.setdefault(task, []).append(context)
+    context.block = Block(_task(), next(_generators(), None), current_capture_context())
     _current.set(context)
 
 
@@ -209,9 +201,6 @@ def leave_block(context: CaptureContext) -> None:
     if block is None:
         return
     block.parent = _enclosing(context)  # so that no chain of ended calls grows
-    opened = _open.get(block.task, []) if block.task is not None else []
-    if context in opened:
-        opened.remove(context)
     # Blocks of generators that take turns end in any order: only who is current gives back.
     if _current.get() is context:
         _current.set(block.parent)
@@ -250,7 +239,10 @@ def _mixed_with(context: CaptureContext) -> list[CaptureContext]:
     block = context.block
     if block is None or block.task is None:
         return []
-    opened = [each for each in _open.get(block.task, ()) if each.block is not None]
+    # Whoever enters a block finds those that are open in its task before it, whether they enclose it or not.
+    opened = [context]
+    while (outer := _enclosing(opened[-1])) is not None and outer.block is not None and outer.block.task is block.task:
+        opened.append(outer)
     owners = {each.block.generator for each in opened if each.block is not None}
     if len(owners) < 2:
         return []

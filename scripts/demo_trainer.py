@@ -1,6 +1,6 @@
 """The trainer of the demo: it follows the store, checks every trajectory against the recording, and hands it over.
 
-Writes one line of JSON for each rollout that it retired.
+Writes one line of JSON for each rollout that came.
 """
 
 from __future__ import annotations

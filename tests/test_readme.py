@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from tests import recordings
-from tokcap import FileStore, TokenEntry, token_id_capture_config
+from tokcap import FileStore, TokenEntry, Trajectory, token_id_capture_config
 from tokcap.conformance import Report
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -38,14 +39,17 @@ async def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
 
 def test_capture_and_consume_in_five_lines(tmp_path: Path) -> None:
     call = recordings.load("linear-1").calls[0]
-    taken: list[tuple[Any, ...]] = []
+    taken: list[tuple[list[Trajectory], float]] = []
 
     async def engine(body: dict[str, Any]) -> Any:
         assert body is call.request
         return call.response
 
     async def both() -> None:
-        names: dict[str, Any] = {"engine": engine, "body": call.request, "add_to_batch": lambda *row: taken.append(row)}
+        def add_to_batch(trajectories: Iterable[Trajectory], reward: float) -> None:
+            taken.append((list(trajectories), reward))
+
+        names: dict[str, Any] = {"engine": engine, "body": call.request, "add_to_batch": add_to_batch}
         capture = block("captured_call(").replace("/var/lib/tokcap", str(tmp_path))
         names = await run(capture, names)
         await names["store"].finish("rollout-17", meta={"reward": 1.0})
@@ -55,10 +59,10 @@ def test_capture_and_consume_in_five_lines(tmp_path: Path) -> None:
         await names["store"].close()
 
     asyncio.run(both())
-    ((token_ids, loss_mask, log_probs, reward),) = taken
+    (((trajectory,), reward),) = taken
     (entry,) = call.entries
-    assert token_ids.tolist() == [*entry.prompt_token_ids.tolist(), *entry.generation_token_ids.tolist()]
-    assert log_probs[loss_mask].tolist() == entry.generation_log_probs.tolist()
+    assert trajectory.token_ids.tolist() == [*entry.prompt_token_ids.tolist(), *entry.generation_token_ids.tolist()]
+    assert trajectory.log_probs[trajectory.loss_mask].tolist() == entry.generation_log_probs.tolist()
     assert reward == 1.0
 
 

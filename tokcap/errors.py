@@ -53,7 +53,7 @@ class InvalidOutcomeError(TokcapError, ValueError):
 
 
 class InvalidOptionError(TokcapError, ValueError):
-    """An option of a store that can't be; the message names it, its value and what is expected."""
+    """An option that can't be; the message names it, its value and what is expected."""
 
 
 class ConfigError(TokcapError, ValueError):
@@ -91,7 +91,7 @@ class BusyError(TokcapError, TimeoutError):
 
 
 class CaptureError(TokcapError, RuntimeError):
-    """A model call can't be captured: its intent can't be written, or the capture point is used out of order."""
+    """A model call can't be captured: its intent can't be written."""
 
 
 class MaskFractionError(TokcapError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The sink and the source that a program installs in its own process: the only global state of the package.
+"""The sink and the source that a program installs in its own process.
 
 What is installed here is seen by this process and by children forked from it afterwards. Spawned processes, such as the
 workers of uvicorn, start empty: name a sink for them in the configuration (`token_id_capture.sink`), so that every one

@@ -104,8 +104,9 @@ class TokenSink(Protocol):
     """Where entries are written. When a method returns, its record is durable.
 
     Optional, used by the capture layer if they are there:
-    `begin_call(rollout_id, model_call_id, choices=1)`, `settle_call(rollout_id, model_call_id, outcome, detail="")`,
-    `put_many(entries)`.
+    `begin_call(rollout_id, model_call_id, choices=1)`, also with any of `request_digests`, `retry_count` and
+    `idempotency_key`; `settle_call(rollout_id, model_call_id, outcome, detail="")`, `put_many(entries)`,
+    `note_delivery(rollout_id, model_call_id, delivered)`.
     """
 
     async def put(self, entry: TokenEntry) -> None:
@@ -133,7 +134,11 @@ class TokenSink(Protocol):
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """Where a consumer freezes, reads and retires."""
+    """Where a consumer freezes, reads and retires.
+
+    Optional, used by delivery if they are there: `wait_open_s` and `snapshot_id` of `freeze`; `read(rollout_id)`,
+    `rollouts()`, `stat(rollout_id)`, `reset(*rollout_ids)`, `sweep(older_than_s)`, as `FileStore` has them.
+    """
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Fence the rollout against writers and return its snapshot; the same one when repeated.

@@ -19,14 +19,7 @@ __all__ = ("captured_call",)
 _GONE = (asyncio.CancelledError, GeneratorExit)
 _PROVES_NOTHING = (408, 499)
 """A time-out, or a client that went away: the engine may have been sampling."""
-_GENERATING = (
-    "/chat/completions",
-    "/completions",
-    "/responses",
-    "/messages",
-    "/generate",
-    "/inference/v1/generate",
-)
+_GENERATING = ("/completions", "/responses", "/messages", "/generate")
 """How the paths of the routes end that only a model answers."""
 
 

@@ -79,9 +79,13 @@ def consume(
     Raises `InvalidOptionError`.
     """
     _check(ahead=ahead, worker=worker, workers=workers)
-    for name, seconds in (("wait_open_s", wait_open_s), ("idle_s", idle_s), ("poll_s", poll_s)):
-        if seconds is not None and not seconds >= 0:
-            raise InvalidOptionError(f"{name} is {seconds!r}, expected seconds, 0 or more")
+    _check_seconds(
+        wait_open_s=wait_open_s,
+        idle_s=idle_s,
+        poll_s=poll_s,
+        sweep_every_s=sweep_every_s,
+        tombstone_age_s=tombstone_age_s,
+    )
     if isinstance(rollouts, (str, Mapping)):
         raise InvalidOptionError("rollouts is a single one, expected several: put it in a list")
     if rollouts is None and source is not None and not (hasattr(source, "rollouts") and hasattr(source, "stat")):
@@ -113,6 +117,14 @@ async def _sweep(source: Any, every_s: float, age_s: float) -> None:
         except Exception as error:  # the next time, or somebody else's
             logger.warning("a sweep failed: %r", error)
         await asyncio.sleep(every_s)
+
+
+def _check_seconds(**options: object) -> None:
+    for name, seconds in options.items():
+        if seconds is None and name == "idle_s":
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise InvalidOptionError(f"{name} is {seconds!r}, expected seconds, 0 or more")
 
 
 def _check(*, ahead: int, worker: int, workers: int) -> None:

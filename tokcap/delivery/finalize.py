@@ -6,13 +6,14 @@ import contextlib
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ..errors import InvalidIdError, RetiredError
 from ..protocol import TokenCaptureSnapshot, TokenSource
 from ..trajectory import Rebuild, rebuild_response
+from ..trajectory.response import OnDrift, check_on_drift
 from .alignment import aligned_output, prompts_extend
 from .freezing import error_text, freeze, in_thread
 from .identity import rollout_id_of
@@ -27,8 +28,6 @@ MASK_KEY = "mask_sample"
 
 CAPTURE_KEY = "_ng_token_capture"
 """Of a record: metrics, reasons, and the pair that was read."""
-
-OnDrift = Literal["last_segment", "mask"]
 
 
 class Finalized(msgspec.Struct, frozen=True):
@@ -89,11 +88,10 @@ async def finalize_rollout(
     masked if they differ.
 
     Retires nothing: hand the record over durably, then `retire_rollout(finalized, source)`. Never raises because of
-    what was recorded or because the source fails: the record is masked then. Raises `ValueError` for an `on_drift` that
-    isn't one. Cancelled, it has changed nothing in the record.
+    what was recorded or because the source fails: the record is masked then. Raises `InvalidOptionError` for an
+    `on_drift` that isn't one. Cancelled, it has changed nothing in the record.
     """
-    if on_drift not in ("last_segment", "mask"):
-        raise ValueError(f"on_drift is {on_drift!r}, expected 'last_segment' or 'mask'")
+    check_on_drift(on_drift)
     if source is None:
         return None
     how = _How(models, call_id, response_id, choice_index, on_drift, strict)

@@ -144,9 +144,8 @@ def _build(snapshot: TokenCaptureSnapshot, wanted: Wanted, how: How) -> Build:
         witnesses["response"] = wanted.record["response"]
     if how.scored is not None:
         witnesses.update(how.scored(wanted.rollout_id, meta) or {})
-    built = build(snapshot, models=how.models, strict=how.strict, **witnesses)
-    built.group = how.group_of(wanted.rollout_id, meta)
-    return built
+    group = how.group_of(wanted.rollout_id, meta)
+    return build(snapshot, models=how.models, strict=how.strict, group=group, **witnesses)
 
 
 async def _unreadable(

@@ -5,15 +5,20 @@ sequences, and only where ids prove it. A doubt, a gap or a drift is answered by
 a guess.
 
 ```
-snapshot ─► recorded ─► links ─► siblings ─┐
-              │           │    ─► gaps     ├─► verdicts ─► paths ─► Build ─► Trajectory (arrays when looked at)
-           prefix tree    └────► drift   ──┘                          └────► Rebuild (one Responses payload)
-                               scored ─────┘
+snapshot ─► recorded ─► links ─► siblings ─► drift ─► scored     (links to drift once more if a scored call was found)
+          (prefix tree)   ├────► verdicts ─► paths ─► Build ─► Trajectory (arrays when looked at)
+                          └────► gaps ─────────┘        └────► Rebuild (one Responses payload)
 ```
+
+The rules by number, as docstrings and tests cite them: 1-6 linking (parents by ids, order decides nothing, identical
+calls, empty answers, conflicts, linear cost), 7-10 siblings (samples, extended, longest run or text, final retries),
+11-12 ownership of spans and trunks, 13 drift, 14 roots that hold assistant turns, 15 lost calls, 16 cut-off answers, 17
+models, 18-19 the scored answer and what comes after it, 20 what a trajectory has, 21 log-probs, 22 the account, 23 the
+one response, 24-25 finalizing a record, 26 retiring, 27 the mask guard.
 """
 
 from .build import Build, build, group_of
-from .drift import Drift, TokenBytes
+from .drift import Drift, DriftKind, TokenBytes
 from .response import Rebuild, rebuild_from, rebuild_response
 from .scored import Scored
 from .trajectory import Span, Trajectory
@@ -25,6 +30,7 @@ __all__ = (
     "REASONS",
     "Build",
     "Drift",
+    "DriftKind",
     "Rebuild",
     "Scored",
     "Span",

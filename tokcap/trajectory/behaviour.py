@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..arrays import FloatArray
 
-__all__ = ("POSITIVE_BEYOND_ROUNDING", "SENTINEL", "is_behaviour", "log_prob_mode", "unknown_log_probs")
+__all__ = ("is_behaviour", "log_prob_mode", "unknown_log_probs")
 
 SENTINEL = -9999.0
 """OpenAI-style servers write it for a clamped -inf and for a missing entry alike (vLLM's protocol default)."""
@@ -43,7 +43,10 @@ _OFF: tuple[Any, ...] = (None, "", False, 0, (), [], {}, {"type": "text"})
 
 
 def unknown_log_probs(log_probs: FloatArray) -> npt.NDArray[np.bool_]:
-    """bool [G]: positions whose log-prob is unknown or can't be one: NaN, ±inf, the sentinel, positive."""
+    """bool [G]: positions whose log-prob is unknown or can't be one.
+
+    NaN, ±inf, the sentinel or below, positive beyond rounding.
+    """
     with np.errstate(invalid="ignore"):
         return ~((log_probs > SENTINEL) & (log_probs <= POSITIVE_BEYOND_ROUNDING))
 

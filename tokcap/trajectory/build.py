@@ -20,7 +20,7 @@ from .scored import Scored, Witnesses, attribute
 from .siblings import settle_siblings
 from .times import ended_before
 from .trajectory import Trajectory, TrajectoryFacts
-from .verdicts import account, judge, mask_all
+from .verdicts import UNTRAINED, account, judge, mask_all
 
 __all__ = ("Build", "build", "group_of")
 
@@ -52,8 +52,9 @@ def build(
     token_bytes: the bytes of a token id, to tell kinds of drift apart where the engine recorded no pieces.
     group: what the rollout is compared with; `group_of` decides if it is None.
 
-    Never retires anything, and raises nothing because of what was recorded. The result stays valid when the snapshot
-    is closed. Time and memory are linear in the distinct tokens; arrays are made when they are looked at.
+    Raises `InvalidOptionError` for what is no snapshot, and for `models` or `response` of another type; nothing because
+    of what was recorded. Never retires anything. The result stays valid when the snapshot is closed. Time and memory
+    are linear in the distinct tokens; arrays are made when they are looked at.
     """
     _check(snapshot, models, response)
     recorded = read_snapshot(snapshot)
@@ -100,11 +101,14 @@ class Build:
     """The trajectories of one rollout, and the account of what is trained and what isn't.
 
     rollout_id, snapshot_id, version, group, meta: of the snapshot.
-    masked: True if nothing is trained. reasons: why anything is not, as short codes (`tokcap.trajectory.REASONS`).
+    masked: True if nothing is trained. reasons: why anything is not, repetitions apart, as short codes
+        (`tokcap.trajectory.REASONS`).
     metrics: numbers by name (`tokcap.trajectory.METRICS`); sampled = trained + abandoned + ambiguous + aborted +
         unknown + conflict + other_model + after_final + masked, exactly.
     drifts: one report for every call whose prompt parts from an earlier call.
     scored: which call gave the scored answer, and which witnesses said so.
+    models: those that are trained. incomplete: of the snapshot.
+    recorded, links, fates, judged, gaps, drift_of: what the modules of this package found, for tools that look inside.
     """
 
     def __init__(
@@ -195,7 +199,7 @@ class Build:
             flags.add("restarted" if self.drift_of[first].before_answer else "drifted")
         for number in path.owned:
             found = self.judged[number]
-            flags.update(category for category in found.counts if category not in ("trained", "masked"))
+            flags.update(category for category in found.counts if category in UNTRAINED)
             if found.behaviour is False:
                 flags.add("not_behaviour")
         return tuple(sorted(flags))
@@ -242,8 +246,6 @@ class Build:
 
 
 _OUTCOMES: tuple[Outcome, ...] = ("lost", "open", "conflict", "aborted", "no_generation")
-
-UNTRAINED = ("abandoned", "ambiguous", "aborted", "unknown", "conflict", "other_model", "after_final")
 
 
 class _Trajectories(Sequence[Trajectory]):

@@ -60,7 +60,7 @@ class Drift(msgspec.Struct, frozen=True, dict=True, eq=False):
     before_answer: bool
     """The prompt parts even before the earlier call's answer: compacted, edited, forked, or another conversation."""
     nearest_number: int
-    """Of the earlier call, within the build."""
+    """Representative of the earlier call (`Links`)."""
     _compare: Callable[[], DriftKind]
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from .recorded import Call, Recorded
 from .samples import sample_units
 from .times import ended_before, is_before
 
-__all__ = ("NO_CALL", "Links", "chain_of", "content_order", "link", "received", "sound")
+__all__ = ("NO_CALL", "Links", "chain_of", "first_content", "grouped", "link", "received", "sound")
 
 NO_CALL = -1
 

@@ -90,7 +90,7 @@ class Prompts:
         return before
 
     def _before(self, through: slice, record: CallRecord) -> Booleans:
-        """As `samples.is_before` says it of each of them and `record`."""
+        """As `times.is_before` says it of each of them and `record`."""
         begun, ended = self._begun[through], self._ended[through]
         earlier = np.zeros(len(begun), np.bool_)
         unbegun = np.isnan(begun)

@@ -26,7 +26,7 @@ PARENT_HINT = "parent_call_id"
 class Call(msgspec.Struct, eq=False, gc=False):
     """One choice of one answered model call, in the prefix tree."""
 
-    # It holds nothing that the garbage collector follows: thousands of them must not make every collection slow.
+    # gc=False: a call is part of no cycle, and thousands that are tracked would make every collection slow.
 
     number: int
     """Position in `Recorded.calls`, which is sorted by call id and choice."""
@@ -90,7 +90,7 @@ class Recorded(msgspec.Struct, eq=False):
     """`PrefixTree.ranks`."""
     last: list[int]
     partly_aborted: frozenset[str]
-    """Model calls of which some choices, and they alone, were cut off."""
+    """Model calls of which at least one choice says that it was cut off: then its other choices were not."""
 
     def below(self, vertex: int, ancestor: int) -> bool:
         """Whether the sequence of `vertex` starts with that of `ancestor` (or is it)."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 
+from ..errors import InvalidOptionError
 from ..protocol import TokenCaptureSnapshot
 from .build import Build, build
 from .gaps import gaps_between, missing_calls
 from .links import NO_CALL, chain_of
 from .times import began_before
+from .verdicts import UNTRAINED
 
-__all__ = ("Rebuild", "rebuild_from", "rebuild_response")
+__all__ = ("OnDrift", "Rebuild", "check_on_drift", "rebuild_from", "rebuild_response")
+
+OnDrift = Literal["last_segment", "mask"]
 
 
 class Rebuild(msgspec.Struct):
@@ -49,6 +53,12 @@ class Rebuild(msgspec.Struct):
         return int(self.metrics["segments"])
 
 
+def check_on_drift(on_drift: object) -> None:
+    """Raise `InvalidOptionError` for anything but the two."""
+    if on_drift not in get_args(OnDrift):
+        raise InvalidOptionError(f"on_drift is {on_drift!r}, expected 'last_segment' or 'mask'")
+
+
 def rebuild_response(
     snapshot: TokenCaptureSnapshot,
     *,
@@ -57,7 +67,7 @@ def rebuild_response(
     choice_index: int | None = None,
     response_id: str = "",
     response: Mapping[str, Any] | None = None,
-    on_drift: Literal["last_segment", "mask"] = "last_segment",
+    on_drift: OnDrift = "last_segment",
     strict: bool = False,
     exclude_not_behaviour: bool = False,
 ) -> Rebuild:
@@ -69,7 +79,8 @@ def rebuild_response(
         delivered, and `metrics["delivered_fraction"]` and `["segments"]` say how much that is; `mask`: nothing is.
 
     A masked rebuild has reasons and no response. Nothing is raised because of what was recorded, and nothing is
-    retired; the other trajectories of the rollout are in `build`.
+    retired; the other trajectories of the rollout are in `build`. Raises `InvalidOptionError` for an `on_drift` that
+    isn't one, and as `build` does.
     """
     built = build(
         snapshot,
@@ -84,10 +95,9 @@ def rebuild_response(
     return rebuild_from(built, on_drift=on_drift)
 
 
-def rebuild_from(built: Build, *, on_drift: Literal["last_segment", "mask"] = "last_segment") -> Rebuild:
+def rebuild_from(built: Build, *, on_drift: OnDrift = "last_segment") -> Rebuild:
     """`rebuild_response` of what is built already."""
-    if on_drift not in ("last_segment", "mask"):
-        raise ValueError(f"on_drift is {on_drift!r}, expected 'last_segment' or 'mask'")
+    check_on_drift(on_drift)
     scored, reasons = _scored(built)
     chain = [number for number in chain_of(built.links, scored) if built.recorded.calls[number].sampled]
     steps = _steps(built, scored) if scored != NO_CALL else []
@@ -147,7 +157,7 @@ def _continued(built: Build, number: int) -> int:
     """The call that a call continues in its conversation, by ids or in spite of a drift; NO_CALL if none."""
     drift = built.drift_of.get(number)
     if drift is not None and not drift.before_answer:
-        return built.links.representative[drift.nearest_number]
+        return drift.nearest_number
     return built.links.parent[number]
 
 
@@ -166,7 +176,7 @@ def _doubts(built: Build, chain: list[int], steps: list[tuple[int, int]]) -> lis
     reasons: list[str] = []
     for number in chain:
         found = built.judged[number]
-        reasons += [category for category in found.counts if category not in ("trained", "masked")]
+        reasons += [category for category in found.counts if category in UNTRAINED]
     # A lost call may be the scored one unless an id says which that is: another answer may have the same text.
     named = set(built.scored.spoke) - {"content"}
     last = [recorded.calls[i].record for i in links.members[chain[-1]]]

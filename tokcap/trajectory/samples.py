@@ -46,7 +46,7 @@ def sample_units(records: Mapping[int, Sequence[CallRecord]], *, by_delivery_alo
         everyone = [*untimed, *(number for intervals in timed.values() for *_, number in intervals)]
         for number in everyone:
             units.join(everyone[0], number)
-    return units.sorted()
+    return units.groups()
 
 
 class _Units:
@@ -63,7 +63,7 @@ class _Units:
     def join(self, one: int, other: int) -> None:
         self._above[self._top(other)] = self._top(one)
 
-    def sorted(self) -> list[list[int]]:
+    def groups(self) -> list[list[int]]:
         units: dict[int, list[int]] = defaultdict(list)
         for number in self._above:
             units[self._top(number)].append(number)

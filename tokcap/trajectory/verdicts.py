@@ -15,13 +15,17 @@ from .links import Links, received, sound
 from .recorded import Call, Recorded
 from .siblings import Fate
 
-__all__ = ("CATEGORIES", "Category", "Judged", "account", "judge", "mask_all")
+__all__ = ("CATEGORIES", "UNTRAINED", "Category", "Judged", "account", "judge", "mask_all")
 
 Category = Literal[
     "trained", "abandoned", "ambiguous", "aborted", "unknown", "conflict", "other_model", "after_final", "masked"
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 """Every sampled token is in exactly one of them. `masked`: left out because the whole rollout is (`strict=True`)."""
+
+
+UNTRAINED: tuple[Category, ...] = tuple(category for category in CATEGORIES if category not in ("trained", "masked"))
+"""Why single tokens are not trained."""
 
 
 class Judged(msgspec.Struct, eq=False, gc=False):

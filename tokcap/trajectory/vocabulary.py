@@ -14,7 +14,7 @@ FLAGS: Final = {
     "abandoned": "holds an answer that the client did not go on with",
     "ambiguous": "holds an answer of which nothing tells whether the client went on with it",
     "aborted": "holds an answer that was cut off",
-    "unknown": "holds sampled ids whose log-probs are unknown",
+    "unknown": "holds sampled ids whose log-probs are unknown, or not to be used",
     "conflict": "holds a call of which two contents were recorded",
     "other_model": "sampled by a model that is not selected",
     "after_final": "came after the scored answer",
@@ -48,17 +48,18 @@ REASONS: Final = {
 """Of a build, a rebuild or a finalized record."""
 
 METRICS: Final = {
-    "sampled": "ids sampled by all recorded calls; the sum of the ten categories that follow",
+    "sampled": "ids sampled by all recorded calls; the sum of the nine categories that follow",
     "trained": "ids that are trained, each once",
     "abandoned": "ids of answers that the client did not go on with, repetitions included",
     "ambiguous": "ids of answers of which nothing tells whether the client went on with them",
     "aborted": "ids of cut-off answers that no later prompt holds",
-    "unknown": "ids whose log-prob is unknown, null, infinite, the -9999 sentinel or positive",
+    "unknown": "ids whose log-prob is missing, infinite, the -9999 sentinel or positive; on which identical calls "
+    "disagree; or which exclude_not_behaviour leaves out",
     "conflict": "ids of calls of which two contents were recorded",
     "other_model": "ids sampled by models that are not selected",
     "after_final": "ids sampled after the scored answer",
     "masked": "ids left out because the whole rollout is (strict=True); else 0",
-    "repeated": "of abandoned: ids that were sampled twice, prompt and answer the same",
+    "repeated": "ids of answers that equal another one in prompt and ids; most of them are in abandoned, too",
     "calls": "model calls in the ledger, answered or not",
     "entries": "recorded answers, one per choice",
     "lost_calls": "calls whose record is lost",

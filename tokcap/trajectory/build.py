@@ -13,7 +13,7 @@ from ..protocol import Outcome, TokenCaptureSnapshot
 from .behaviour import log_prob_mode
 from .drift import Drift, TokenBytes, find_drifts
 from .gaps import find_gaps
-from .links import NO_CALL, Links, chain_of, link
+from .links import NO_CALL, Links, chain_of, link, records_of
 from .paths import Path, find_paths
 from .recorded import Recorded, read_snapshot
 from .scored import Scored, Witnesses, attribute
@@ -314,12 +314,12 @@ def _after_final(recorded: Recorded, links: Links, scored: int) -> set[int]:
     if scored == NO_CALL:
         return set()
     chain = set(chain_of(links, scored))
-    final = [recorded.calls[i].record for i in links.members[scored]]
+    final = records_of(recorded, links, scored)
     after = {
         number
         for number in links.answered
         if number not in chain
-        and all(ended_before(last, recorded.calls[i].record) for last in final for i in links.members[number])
+        and all(ended_before(last, later) for last in final for later in records_of(recorded, links, number))
     }
     waiting = [scored]
     while waiting:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ..protocol import CallRecord
-from .links import NO_CALL, Links, first_content
+from .links import NO_CALL, Links, first_content, records_of
 from .prompts import prompts_by_model
 from .recorded import Call, Recorded
 from .siblings import Fate
@@ -151,7 +151,7 @@ class _Answers:
         return not all(is_before(b, a) for a in self._records(one.number) for b in self._records(other.number))
 
     def _records(self, number: int) -> list[CallRecord]:
-        return [self._recorded.calls[i].record for i in self._links.members[number]]
+        return records_of(self._recorded, self._links, number)
 
     def _at(self, model: str, vertex: int) -> _Leaving:
         found = self._leaving.get((model, vertex))
@@ -213,7 +213,7 @@ class _EarlierPrompts:
 
     def _first_asked(self, call: Call) -> CallRecord:
         """Of identical calls the first: by then the prompt was there."""
-        records = [self._recorded.calls[i].record for i in self._links.members[call.number]]
+        records = records_of(self._recorded, self._links, call.number)
         return min(records, key=lambda record: (record.begun_at is None, record.begun_at or 0.0))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..protocol import CallRecord
-from .links import NO_CALL, Links
+from .links import Links, records_of
 from .recorded import Recorded
 from .times import Times, began_before, ended_first
 
@@ -35,12 +35,8 @@ def gaps_between(recorded: Recorded, links: Links, steps: Sequence[Step]) -> lis
     missing = missing_calls(recorded)
     if not missing or not steps:
         return []
-
-    def records_of(number: int) -> list[CallRecord]:
-        return [recorded.calls[i].record for i in links.members[number]] if number != NO_CALL else []
-
-    later = Times([records_of(after) for _, after in steps])
-    earlier = Times([records_of(before) for before, _ in steps])
+    later = Times([records_of(recorded, links, after) for _, after in steps])
+    earlier = Times([records_of(recorded, links, before) for before, _ in steps])
     undecided = np.ones(len(steps), np.bool_)
     for record in missing:
         # Most steps are settled by one comparison of all at once; what is left is looked at closely.
@@ -53,8 +49,7 @@ def gaps_between(recorded: Recorded, links: Links, steps: Sequence[Step]) -> lis
 
 def may_be_within(recorded: Recorded, links: Links, missing: CallRecord, earlier: int, later: int) -> bool:
     """Whether `missing` can have run after call `earlier` (NO_CALL: the beginning) and before call `later`."""
-    after = [] if earlier == NO_CALL else [recorded.calls[i].record for i in links.members[earlier]]
-    before = [recorded.calls[i].record for i in links.members[later]]
+    after, before = records_of(recorded, links, earlier), records_of(recorded, links, later)
     if missing.model_call_id and any(record.model_call_id == missing.model_call_id for record in (*after, *before)):
         return False  # one of whose choices some are recorded: it lies beside them
     # Identical calls have one prompt and one answer: the first of them shows that they were there by then.

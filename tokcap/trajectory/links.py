@@ -13,12 +13,13 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from ..protocol import CallRecord
 from .behaviour import unknown_log_probs
 from .recorded import Call, Recorded
 from .samples import sample_units
 from .times import ended_before, is_before
 
-__all__ = ("NO_CALL", "Links", "chain_of", "first_content", "grouped", "link", "received", "sound")
+__all__ = ("NO_CALL", "Links", "chain_of", "first_content", "grouped", "link", "received", "records_of", "sound")
 
 NO_CALL = -1
 
@@ -89,6 +90,11 @@ def grouped(numbers: Iterable[int], key: Callable[[int], _Key]) -> dict[_Key, Se
         elif found[0] != number:
             groups[key(number)] = [*found, number]
     return groups
+
+
+def records_of(recorded: Recorded, links: Links, number: int) -> list[CallRecord]:
+    """The records of all calls that `number` stands for; none for NO_CALL."""
+    return [recorded.calls[i].record for i in links.members[number]] if number != NO_CALL else []
 
 
 def chain_of(links: Links, number: int) -> list[int]:
@@ -198,7 +204,7 @@ def received(recorded: Recorded, links: Links, number: int) -> Call:
     same = sound(recorded, links, number)
     same = [call for call in same if call.record.delivered == "full"] or same
     if len(same) > 1:
-        following = [recorded.calls[i].record for child in links.children.get(number, ()) for i in links.members[child]]
+        following = [r for child in links.children.get(number, ()) for r in records_of(recorded, links, child)]
         following = [record for record in following if record.begun_at is not None]
         earlier = [
             call for call in same if following and all(ended_before(call.record, record) for record in following)

@@ -12,7 +12,7 @@ from ..errors import InvalidOptionError
 from ..protocol import TokenCaptureSnapshot
 from .build import Build, build
 from .gaps import gaps_between, missing_calls
-from .links import NO_CALL, chain_of
+from .links import NO_CALL, chain_of, records_of
 from .times import began_before
 from .verdicts import UNTRAINED
 
@@ -179,7 +179,7 @@ def _doubts(built: Build, chain: list[int], steps: list[tuple[int, int]]) -> lis
         reasons += [category for category in found.counts if category in UNTRAINED]
     # A lost call may be the scored one unless an id says which that is: another answer may have the same text.
     named = set(built.scored.spoke) - {"content"}
-    last = [recorded.calls[i].record for i in links.members[chain[-1]]]
+    last = records_of(recorded, links, chain[-1])
     final = not named and any(
         not all(began_before(missing, record) for record in last) for missing in missing_calls(recorded)
     )

@@ -12,7 +12,7 @@ import msgspec
 from ..digests import answer_digest
 from ..protocol import CallRecord
 from ..store.ledger import DigestChain
-from .links import NO_CALL, Links, grouped, sound
+from .links import NO_CALL, Links, grouped, records_of, sound
 from .prompts import prompts_by_model
 from .recorded import Call, Recorded
 from .samples import sample_units
@@ -71,7 +71,7 @@ def _units(recorded: Recorded, links: Links, numbers: list[int]) -> list[list[in
     """Siblings that are samples of each other, together; each unit competes with the others."""
     if len(numbers) < 2:
         return [numbers] if numbers else []
-    records = {number: [recorded.calls[i].record for i in links.members[number]] for number in numbers}
+    records = {number: records_of(recorded, links, number) for number in numbers}
     return sample_units(records, by_delivery_alone=True)
 
 
@@ -88,7 +88,7 @@ def _has_no_end(recorded: Recorded, call: Call) -> bool:
 
 
 def _full(recorded: Recorded, links: Links, number: int) -> bool:
-    return any(recorded.calls[i].record.delivered == "full" for i in links.members[number])
+    return any(record.delivered == "full" for record in records_of(recorded, links, number))
 
 
 def _decide(
@@ -144,7 +144,7 @@ class _Evidence:
         return 0
 
     def _records(self, number: int) -> list[CallRecord]:
-        return [self._recorded.calls[i].record for i in self._links.members[number]]
+        return records_of(self._recorded, self._links, number)
 
     def stands_later(self, number: int) -> bool:
         """Whether a later request holds the call's answer, by its text and tool calls, once more than its own did."""

@@ -581,7 +581,7 @@ LAYERS = [
     {"digests"},
     {"entry"},
     {"protocol"},
-    {"installed"},
+    {"installed", "foreign"},
     {"store"},
     {"config"},
     {"capture"},

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from ..digests import request_digests
 from ..entry import TokenEntry
 from ..errors import CaptureError, ConflictError, StaleAttemptError, TokcapError
+from ..foreign import UnaskedCancellationError, accepted, uncancelled
 from ..protocol import Delivered, SettledOutcome, TokenSink
 from .answer import is_stored
 from .context import CaptureContext
@@ -22,13 +19,11 @@ __all__ = ("apart", "begin", "deliver", "described", "settle_as", "store")
 
 logger = logging.getLogger("tokcap.capture")
 
-_begin_arguments: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
+_OPTIONAL = frozenset(("choices", "request_digests", "retry_count", "idempotency_key"))
+"""What a `begin_call` may take beside the two ids."""
+
 _running: set[asyncio.Task[None]] = set()
 _MOST_WORDS = 1000
-
-
-class _SinkCancelledError(Exception):
-    """A `CancelledError` that a sink raised of its own."""
 
 
 async def apart(context: CaptureContext, write: Callable[[], Awaitable[object]]) -> None:
@@ -59,16 +54,16 @@ async def begin(context: CaptureContext) -> None:
     if begin_call is None or context.intent_registered:
         return
     try:
-        accepted = _accepted(begin_call)
+        taken = accepted(begin_call, _OPTIONAL)
         known = {
             "choices": context.choices,
             "retry_count": context.retry_count,
             "idempotency_key": context.idempotency_key,
         }
-        if "request_digests" in accepted:
+        if "request_digests" in taken:
             known["request_digests"] = _digests(context)
-        asked = {key: known[key] for key in known if key in accepted}
-        await _answered(begin_call(context.rollout_id, context.model_call_id, **asked))
+        asked = {key: known[key] for key in known if key in taken}
+        await uncancelled(begin_call(context.rollout_id, context.model_call_id, **asked))
     except TokcapError:
         raise
     except Exception as error:
@@ -106,11 +101,11 @@ async def store(context: CaptureContext, entries: Sequence[TokenEntry]) -> bool:
 async def _put(sink: TokenSink, context: CaptureContext, entries: Sequence[TokenEntry]) -> None:
     put_many = getattr(sink, "put_many", None)
     if put_many is not None and len(entries) > 1:
-        await _answered(put_many(list(entries)))
+        await uncancelled(put_many(list(entries)))
         _remember(context, entries)
         return
     for entry in entries:
-        await _answered(sink.put(entry))
+        await uncancelled(sink.put(entry))
         _remember(context, [entry])
 
 
@@ -118,17 +113,6 @@ def _remember(context: CaptureContext, entries: Sequence[TokenEntry]) -> None:
     for entry in entries:
         context.stored_choices.add(entry.choice_index)
         context.stored.setdefault(entry.choice_index, entry)
-
-
-async def _answered(call: Awaitable[object]) -> None:
-    """Await a sink. A cancellation that is not one of this task is a failure of the sink."""
-    try:
-        await call
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise _SinkCancelledError("the sink raised CancelledError, and nobody had cancelled it") from error
 
 
 async def settle_as(context: CaptureContext, outcome: SettledOutcome, detail: str = "") -> None:
@@ -166,9 +150,9 @@ async def settle_as(context: CaptureContext, outcome: SettledOutcome, detail: st
 async def _settle(sink: TokenSink, context: CaptureContext, outcome: SettledOutcome, detail: str) -> None:
     settle_call = getattr(sink, "settle_call", None)
     if settle_call is not None:
-        await _answered(settle_call(context.rollout_id, context.model_call_id, outcome, detail))
+        await uncancelled(settle_call(context.rollout_id, context.model_call_id, outcome, detail))
     elif outcome != "no_generation":
-        await _answered(sink.mark_incomplete(context.rollout_id, context.model_call_id))
+        await uncancelled(sink.mark_incomplete(context.rollout_id, context.model_call_id))
 
 
 async def deliver(context: CaptureContext, delivered: Delivered) -> None:
@@ -177,14 +161,14 @@ async def deliver(context: CaptureContext, delivered: Delivered) -> None:
     if note is None:
         return
     try:
-        await _answered(note(context.rollout_id, context.model_call_id, delivered))
+        await uncancelled(note(context.rollout_id, context.model_call_id, delivered))
     except Exception as error:
         logger.warning("%s: delivery %s could not be noted: %s", _where(context), delivered, described(error))
 
 
 def described(error: BaseException) -> str:
     """An error in words that hold no content: messages of foreign errors may quote what a model said."""
-    if isinstance(error, (TokcapError, OSError, _SinkCancelledError)):
+    if isinstance(error, (TokcapError, OSError, UnaskedCancellationError)):
         return f"{type(error).__name__}: {error}"
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -205,23 +189,3 @@ def _digests(context: CaptureContext) -> tuple[bytes, ...]:
             context.request_digests = ()
             logger.warning("%s: the request has no digests: %s", _where(context), described(error))
     return context.request_digests
-
-
-def _accepted(begin_call: Callable[..., Any]) -> frozenset[str]:
-    """Which of the known arguments a `begin_call` takes beside the two ids."""
-    function = getattr(begin_call, "__func__", begin_call)
-    try:
-        return _begin_arguments[function]
-    except (KeyError, TypeError):  # TypeError: some callables can't be keys
-        pass
-    optional = frozenset(("choices", "request_digests", "retry_count", "idempotency_key"))
-    try:
-        parameters = inspect.signature(begin_call).parameters.values()
-    except (ValueError, TypeError):  # built in, without a signature
-        return frozenset()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        optional &= {parameter.name for parameter in parameters if parameter.kind in named}
-    with suppress(TypeError):
-        _begin_arguments[function] = optional
-    return optional

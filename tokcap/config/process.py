@@ -147,6 +147,6 @@ def _store(directory: str) -> FileStore:
     directory, here = os.path.abspath(directory), _here()
     with here.guard:
         store = here.stores.get(directory)
-        if store is None or store._closed:
+        if store is None or store.closed:
             store = here.stores[directory] = FileStore(directory, require_intent=True)
         return store

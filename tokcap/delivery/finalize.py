@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from ..errors import InvalidIdError, RetiredError
+from ..foreign import error_text
 from ..protocol import TokenCaptureSnapshot, TokenSource
 from ..trajectory import Rebuild, rebuild_response
 from ..trajectory.response import OnDrift, check_on_drift
 from .alignment import aligned_output, prompts_extend
-from .freezing import error_text, freeze, in_thread
+from .freezing import freeze, in_thread
 from .identity import rollout_id_of
 from .native import carries_native_ids, equal_capture, native_items
 

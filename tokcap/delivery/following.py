@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ClosedError
-from .freezing import uncancelled
+from ..foreign import uncancelled
 from .looks import Look, Mine, looks_at
 
 __all__ = ("Finished", "follow")

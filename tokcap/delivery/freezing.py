@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ..foreign import accepted, error_text
 from ..protocol import TokenCaptureSnapshot, TokenSource
 
-__all__ = ("error_text", "freeze", "in_thread", "uncancelled")
+__all__ = ("freeze", "in_thread")
 
 _T = TypeVar("_T")
+
+_OPTIONAL = frozenset(("wait_open_s", "snapshot_id"))
 
 
 async def freeze(
@@ -20,7 +21,7 @@ async def freeze(
 ) -> TokenCaptureSnapshot:
     """`source.freeze`, with `wait_open_s` and the incarnation that is meant if it takes them."""
     method: Any = source.freeze
-    taken = _taken(getattr(method, "__func__", method))
+    taken = accepted(method, _OPTIONAL)
     options: dict[str, Any] = {}
     if wait_open_s > 0 and "wait_open_s" in taken:
         options["wait_open_s"] = wait_open_s
@@ -28,20 +29,6 @@ async def freeze(
         options["snapshot_id"] = snapshot_id
     snapshot: TokenCaptureSnapshot = await method(rollout_id, **options)
     return snapshot
-
-
-_OPTIONS = frozenset(("wait_open_s", "snapshot_id"))
-
-
-@functools.lru_cache(maxsize=32)
-def _taken(function: Callable[..., Any]) -> frozenset[str]:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a callable that doesn't tell
-        return frozenset()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return _OPTIONS
-    return _OPTIONS.intersection(parameters)
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:
@@ -69,18 +56,3 @@ def _carried(function: Callable[[], _T]) -> _T:
         raise
     except BaseException as error:
         raise RuntimeError(error_text(error)) from error
-
-
-async def uncancelled(work: Awaitable[_T]) -> _T:
-    """`work` of somebody else. A `CancelledError` of its own, while nobody cancels us, comes out as `RuntimeError`."""
-    try:
-        return await work
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise RuntimeError(error_text(error)) from error
-
-
-def error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

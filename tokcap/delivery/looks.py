@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from ..errors import TokcapError
+from ..foreign import uncancelled
 from ..protocol import RolloutState
 from ..store import FileStore
 from ..store.layout import look
 from ..store.sweep import rollout_ids
-from .freezing import in_thread, uncancelled
+from .freezing import in_thread
 
 __all__ = ("Look", "Looks", "SourceLooks", "StoreLooks", "looks_at")
 

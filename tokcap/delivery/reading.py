@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 
 from ..errors import RetiredError, StaleAttemptError
+from ..foreign import error_text, uncancelled
 from ..protocol import TokenCaptureSnapshot, TokenSource
 from ..trajectory import Build, build, group_of
-from .freezing import error_text, freeze, in_thread, uncancelled
+from .freezing import freeze, in_thread
 from .handover import Delivery, Retire
 
 __all__ = ("GroupOf", "How", "ScoredOf", "Wanted", "read_again", "read_rollout")

@@ -40,7 +40,7 @@ async def retire_rollout(
 
 async def retire_exactly(source: TokenSource, rollout_id: str, snapshot_id: str, version: int) -> bool:
     """Whether the source has retired this pair; its errors are logged and keep the evidence."""
-    from .freezing import uncancelled  # which needs asyncio: not before it is needed
+    from ..foreign import uncancelled  # which needs asyncio: not before it is needed
 
     try:
         return bool(await uncancelled(source.retire(rollout_id, snapshot_id=snapshot_id, version=version)))

@@ -11,8 +11,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from ..foreign import uncancelled
 from ..protocol import TokenSource
-from .freezing import error_text, in_thread
+from .freezing import in_thread
 from .guard import MaskGuard
 from .handover import Delivery, same_trained
 from .reading import How, Wanted, read_again, read_rollout
@@ -130,15 +131,10 @@ class Rollouts:
             while not self._stopped:
                 await self._slots.acquire()  # before the next one is asked for: it is frozen as soon as it is known
                 try:
-                    one = await anext(wanted)
+                    # If the caller's iterable is what was cancelled, that is no quiet end.
+                    one = await uncancelled(anext(wanted))
                 except StopAsyncIteration:
                     return
-                except asyncio.CancelledError as error:
-                    task = asyncio.current_task()
-                    if task is None or task.cancelling():
-                        raise
-                    # The caller's iterable is what was cancelled: that is no quiet end.
-                    raise RuntimeError(f"no more rollouts are given: {error_text(error)}") from error
                 task = asyncio.create_task(self._read(one), name=f"tokcap-read-{one.rollout_id}")
                 self._reading.add(task)
                 task.add_done_callback(self._reading.discard)

@@ -13,9 +13,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..errors import InvalidIdError
+from ..foreign import error_text
 from ..ids import check_rollout_id
 from .following import follow
-from .freezing import error_text
 from .identity import rollout_id_of
 from .reading import Wanted
 

@@ -168,6 +168,11 @@ class StoreBase:
 
     # ---- the end, forks, copies
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called on this object."""
+        return self._closed
+
     async def close(self) -> None:
         """Finish what is queued, seal the segments of this object, free its threads and descriptors. Repeatable."""
         if not self._closed:

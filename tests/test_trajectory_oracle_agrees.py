@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tests import trajectory_oracle
 from tests.rollout_examples import (
     Example,
+    call,
     chains,
     drifting_rollouts,
+    example,
     gapped_rollouts,
     questions,
     renamed,
@@ -86,6 +88,17 @@ def test_builds_agree_with_the_plain_reading_of_the_rules(
 ) -> None:
     example, models, scored = question
     compare(example, example, {"models": models, "scored": scored})
+
+
+def test_identical_requests_before_and_after_a_sibling_are_judged_one_by_one() -> None:
+    # Found by chance once in some hundred thousand rollouts, so it stands here by itself.
+    given = example(
+        call("cut", [1], [2, 3], outcome="aborted", begun=1.0, ended=2.0),
+        call("on", [1, 2, 5], [6], begun=3.0, ended=4.0),
+        call("sibling", [1], [2, 4], begun=5.0, ended=6.0),
+        call("on-again", [1, 2, 5], [6], begun=7.0, ended=8.0),
+    )
+    compare(given, given, {})
 
 
 def outcome(given: TokenCaptureSnapshot) -> Any:

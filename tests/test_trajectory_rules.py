@@ -847,6 +847,19 @@ def test_rule_16_of_several_choices_only_those_that_were_cut_off_are_aborted() -
         assert built.metrics["aborted"] == 2
 
 
+def test_rule_16_a_request_from_before_the_sibling_proves_it_though_an_identical_one_came_after() -> None:
+    built = build(
+        example(
+            call("cut", [1], [2, 3], outcome="aborted", begun=1.0, ended=2.0),
+            call("on", [1, 2, 5], [6], begun=3.0, ended=4.0),
+            call("sibling", [1], [2, 4], begun=5.0, ended=6.0),
+            call("on-again", [1, 2, 5], [6], begun=7.0, ended=8.0),
+        )
+    )
+    assert trained(built) == {"cut": [2], "on": [6]}
+    assert {name: built.metrics[name] for name in ("aborted", "ambiguous")} == {"aborted": 1, "ambiguous": 2}
+
+
 def test_rule_16_a_sibling_that_is_the_beginning_of_the_aborted_answer_explains_the_prompt() -> None:
     built = build(
         example(call("a", [1], [2, 3, 4], outcome="aborted"), call("b", [1], [2, 3]), call("next", [1, 2, 3, 9], [6]))

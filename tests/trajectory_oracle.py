@@ -359,9 +359,11 @@ def _continued(node: _Node, nodes: list[_Node], fates: dict[Key, str]) -> int:
         for n in nodes
         if n.model == node.model and n.prompt == node.prompt and fates.get(n.key) in ("kept", "ambiguous")
     ]
+    # Of identical calls each was a request of its own: one that was sent before the sibling began is proof by itself.
+    requests = [_Node([span]) for other in nodes for span in other.spans]
     return max(
         run if all(_run(sibling, other) < run for sibling in kept) else 0
-        for other in nodes
+        for other in requests
         for run in [_run(node, other)]
     )
 

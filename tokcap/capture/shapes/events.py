@@ -38,35 +38,61 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._line = bytearray()
+        self._block = bytearray()
         self._data: list[bytes] = []
         self._name = ""
         self._started = False
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[tuple[str, bytes]]:
         """The events (name, data) that end within `data`. To be exhausted before the next `feed`."""
-        held_back = self._line.endswith(b"\r")
-        if held_back or b"\n" in data or b"\r" in data:
-            text = bytes(self._line) + bytes(data)
-            # A CR at the end may be the first half of a CRLF.
-            end = len(text) - text.endswith(b"\r")
-            start = 0
-            for match in _LINE_END.finditer(text, 0, end):
-                event = self._take(text[start : match.start()])
-                start = match.end()
-                if event is not None:
-                    yield event
-            self._line = bytearray(text[start:])
-        else:
+        for name, payload, _ in self.feed_raw(data):
+            if payload is not None:
+                yield name, payload
+
+    def feed_raw(self, data: bytes | bytearray | memoryview) -> Iterator[tuple[str, bytes | None, bytes]]:
+        """The same, with what each event was made of; joined, these bytes are the stream.
+
+        Comments between events, and blank lines that end none, come as they are, with None for data.
+        """
+        if not (self._line.endswith(b"\r") or b"\n" in data or b"\r" in data):
             self._line += data
+            return
+        text = bytes(self._line) + bytes(data)
+        # A CR at the end may be the first half of a CRLF.
+        end = len(text) - text.endswith(b"\r")
+        start = begun = 0
+        for match in _LINE_END.finditer(text, 0, end):
+            line = text[start : match.start()]
+            start = match.end()
+            event = self._take(line)
+            if not line or (line.startswith(b":") and self._between_events):
+                raw = bytes(self._block) + text[begun:start]
+                self._block.clear()
+                begun = start
+                yield (*event, raw) if event is not None else ("", None, raw)
+        self._block += text[begun:start]
+        self._line = bytearray(text[start:])
 
     def end(self) -> Iterator[tuple[str, bytes]]:
         """What was fed last, if no blank line ended it."""
+        for name, payload, _ in self.end_raw():
+            if payload is not None:
+                yield name, payload
+
+    def end_raw(self) -> Iterator[tuple[str, bytes | None, bytes]]:
+        """The same, with the bytes that are left."""
+        raw = bytes(self._block + self._line)
         line = bytes(self._line).removesuffix(b"\r")
         self._line.clear()
-        for last in (line, b""):
-            event = self._take(last) if last or self._data else None
-            if event is not None:
-                yield event
+        self._block.clear()
+        event = self._take(line) if line else None
+        event = event or (self._take(b"") if self._data else None)
+        if raw:
+            yield (*event, raw) if event is not None else ("", None, raw)
+
+    @property
+    def _between_events(self) -> bool:
+        return not self._data and not self._name
 
     def _take(self, line: bytes) -> tuple[str, bytes] | None:
         if not self._started:

@@ -64,7 +64,7 @@ class StreamJoiner:
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """The next bytes of the stream."""
         for name, payload in self._splitter.feed(data):
-            self._take(name, payload)
+            self.feed_data(name, payload)
 
     def end_of_stream(self) -> None:
         """Nothing follows: the server closed the stream by itself. Not to be called if the client went away.
@@ -72,7 +72,7 @@ class StreamJoiner:
         A last event without a blank line counts if it is whole; half an event is an error.
         """
         for name, payload in self._splitter.end():
-            self._take(name, payload)
+            self.feed_data(name, payload)
         self.ended = True
 
     def feed_event(self, event: Any, name: str = "") -> None:
@@ -109,16 +109,18 @@ class StreamJoiner:
             raise self._contradiction
         return {} if self._joined is None else self._joined.answer()
 
-    def _take(self, name: str, payload: bytes) -> None:
-        if payload.strip() == b"[DONE]":
+    def feed_data(self, name: str, data: bytes) -> Any:
+        """The next event as `EventSplitter` gives it. Returns it decoded; None for `[DONE]` and what is no JSON."""
+        if data.strip() == b"[DONE]":
             self.done = True
-            return
+            return None
         try:
-            event = decode_json(payload)
+            event = decode_json(data)
         except ValueError:
-            self._fail({"message": f"an event of the stream is no JSON: {payload[:80]!r}"})
-        else:
-            self.feed_event(event, name)
+            self._fail({"message": f"an event of the stream is no JSON: {data[:80]!r}"})
+            return None
+        self.feed_event(event, name)
+        return event
 
     def _fail(self, error: Any) -> None:
         if self.error is None:

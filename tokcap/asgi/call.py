@@ -1,0 +1,210 @@
+"""One captured call between its request and its answer: what is known of it, and how it ended."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from ..capture import CaptureContext, capture_tokens, captured_call, note_delivery, settle
+from ..capture.request import requested_choices
+from ..capture.shapes import StreamJoiner, parse_answer
+from ..errors import TokcapError, UnusableAnswerError
+from ..protocol import Delivered, TokenSink
+from .asks import Asked
+from .client import Client
+from .metrics import Metrics
+from .policy import PolicyStamp
+from .refusals import intent_refusal
+from .routes import Route
+from .urls import CaptureUrl
+
+__all__ = ("Call",)
+
+_PROVES_NOTHING = (408, 499)
+"""A time-out, or a client that went away: the engine may have been sampling."""
+_NOT_READY = (501, 503)
+"""What a server answers that doesn't take the request."""
+
+
+class Call:
+    """A call of training capture. Its intent is written by `admit`, and `end` sees to it that it has an outcome."""
+
+    def __init__(
+        self,
+        url: CaptureUrl,
+        route: Route,
+        client: Client,
+        sink: TokenSink,
+        asked: Asked,
+        policy: PolicyStamp,
+        metrics: Metrics,
+        known: Mapping[str, Any],
+    ) -> None:
+        self.model_call_id = uuid.uuid4().hex
+        self.route = route
+        self.client = client
+        self.asked = asked
+        self.context: CaptureContext | None = None
+        """None before the intent is durable."""
+        self._url = url
+        self._sink = sink
+        self._policy = policy
+        self._metrics = metrics
+        self._known = known
+        self._stack = AsyncExitStack()
+        self._concluded = False
+
+    @property
+    def choices(self) -> int:
+        """How many answers the request asks for."""
+        return requested_choices(self._known.get("request"))
+
+    @property
+    def outcome(self) -> str:
+        """What is known durably: `recorded` or another outcome; `open` before there is one."""
+        context = self.context
+        if context is None:
+            return ""
+        return context.outcome or ("recorded" if context.committed else "open")
+
+    @property
+    def reason(self) -> str:
+        """Why the call has no record, or none that is whole."""
+        return self.context.reason if self.context is not None else ""
+
+    async def admit(self) -> None:
+        """Write the intent; from now on the call is the current one. Raises `RefusalError`. Repeating is a no-op."""
+        if self.context is not None:
+            return
+        begun = time.perf_counter()
+        try:
+            self.context = await self._stack.enter_async_context(
+                captured_call(
+                    self._sink,
+                    self._url.rollout_id,
+                    self.model_call_id,
+                    policy_version=self._policy.at_entry(),
+                    **self._known,
+                )
+            )
+        except TokcapError as error:
+            raise intent_refusal(error) from error
+        self._metrics.intent_seconds(time.perf_counter() - begun)
+        self._metrics.begun()
+
+    async def answered(self, status: int, headers: list[tuple[bytes, bytes]], payload: Any, problem: str) -> None:
+        """A whole answer came. When this returns its record is durable, or the call is settled.
+
+        payload: the decoded body, None if it is no JSON; then `problem` says what it is.
+        """
+        self._concluded = True
+        if self.context is None:
+            return
+        if status >= 400:
+            await self._refused(status)
+        elif status >= 300:
+            await settle("no_generation", f"redirected with status {status}", context=self.context)
+        elif not isinstance(payload, (dict, list)):
+            await self._unreadable(problem)
+        else:
+            await self._record(payload, headers, status)
+            if self.outcome == "open":  # an error in the clothes of an answer
+                await self._refused(self.context.error_status or 500)
+
+    async def streamed(self, joiner: StreamJoiner, headers: list[tuple[bytes, bytes]]) -> None:
+        """A stream came to its end, or to what is the end of it. The same promise as `answered`."""
+        self._concluded = True
+        if self.context is None:
+            return
+        if self.client.gone and not joiner.ended and not _has_ids(joiner):
+            # Late ids, such as those of SGLang, come after the last finish reason.
+            await settle("aborted", "the client had gone before any id", context=self.context)
+            return
+        await self._record(joiner, headers, 200)
+
+    async def opaque(self, what: str) -> None:
+        """An answer passed that is neither JSON nor a stream of events."""
+        self._concluded = True
+        if self.context is not None:
+            await self._unreadable(what)
+
+    async def failed(self, error: BaseException) -> None:
+        """The application raised. If it never asked for the body, it can't have made the model sample."""
+        if self.context is not None and not self._concluded and not self.client.body_taken:
+            await settle("no_generation", "the application failed before it read the request", context=self.context)
+            self._concluded = True
+
+    async def unanswered(self) -> None:
+        """The application returned, and gave no answer or no end of it."""
+        if self.context is None or self._concluded or self.outcome != "open":
+            return
+        if self.client.gone:
+            await settle("aborted", "the client had gone before the answer", context=self.context)
+        elif not self.client.body_taken:
+            await settle("no_generation", "the application gave no answer, and never read the request")
+        else:
+            await settle("lost", "the application gave no answer", context=self.context)
+
+    async def delivered(self, how: Delivered) -> None:
+        """Note how much of the answer was sent, after it was sent."""
+        if self.context is not None and (self.context.stored_choices or self.outcome == "aborted"):
+            await note_delivery(how, context=self.context)
+
+    async def end(self, error: BaseException | None) -> None:
+        """Leave the call: without an outcome it gets the one that `captured_call` gives. Never raises `error`."""
+        if self.context is None:
+            return
+        arguments = (None, None, None) if error is None else (type(error), error, error.__traceback__)
+        try:
+            await self._stack.__aexit__(*arguments)
+        except BaseException as raised:
+            if raised is not error:
+                raise
+        stored = self.context.stored.values()
+        self._metrics.ended(
+            self.outcome,
+            prompt_tokens=sum(len(entry.prompt_token_ids) for entry in stored),
+            sampled_tokens=sum(len(entry.generation_token_ids) for entry in stored),
+        )
+
+    async def _record(self, answer: Any, headers: list[tuple[bytes, bytes]], status: int) -> None:
+        assert self.context is not None
+        self._policy.at_exit(self.context, headers)
+        if not self.route.known and not _has_ids(answer):
+            await settle("lost", "unknown_route: its answer holds no token ids", context=self.context)
+            return
+        begun = time.perf_counter()
+        await capture_tokens(answer, status=status, context=self.context)
+        self._metrics.put_seconds(time.perf_counter() - begun)
+
+    async def _refused(self, status: int) -> None:
+        assert self.context is not None
+        if not self.client.body_taken:
+            outcome, why = "no_generation", f"answered with status {status} before the request was read"
+        elif self.outcome != "open":
+            return  # the application has said so itself
+        elif status in _NOT_READY or (400 <= status < 500 and status not in _PROVES_NOTHING):
+            outcome, why = "no_generation", f"refused with status {status}"
+        elif self.client.gone:
+            outcome, why = "aborted", f"the client had gone, and the answer has status {status}"
+        else:
+            outcome, why = "lost", f"answered with status {status}, which tokens may have been sampled before"
+        await settle(outcome, why, context=self.context)  # type: ignore[arg-type]
+
+    async def _unreadable(self, what: str) -> None:
+        if self.client.gone:
+            await settle("aborted", f"the client had gone, and {what}", context=self.context)
+        else:
+            await settle("lost", what if self.route.known else f"unknown_route: {what}", context=self.context)
+
+
+def _has_ids(answer: Any) -> bool:
+    """Whether there is anything that ids could be read from."""
+    try:
+        payload = answer.answer() if isinstance(answer, StreamJoiner) else answer
+        return parse_answer(payload, partial=True).evidence != "none"
+    except UnusableAnswerError:
+        return True

@@ -1,0 +1,143 @@
+"""The client of one captured request: its body, read once, and whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from .refusals import RefusalError
+
+__all__ = ("Client", "ClientGoneError", "decoded")
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Headers = list[tuple[bytes, bytes]]
+
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+
+
+class ClientGoneError(Exception):
+    """The client left before it had sent its request."""
+
+
+class Client:
+    """Reads the body, hands it to the application once, and then alone listens for a disconnect.
+
+    An application may listen, too: what it gets is what was heard here. A disconnect after the answer is none.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self.body = b""
+        """As the application is to see it; may be replaced before it is handed out."""
+        self.gone = False
+        """Whether the client left before the answer was whole."""
+        self.answered = False
+        """Whether the last message of the answer was sent."""
+        self.body_taken = False
+        """Whether the application has asked for the body; before that it can't have done anything with it."""
+        self._receive = receive
+        self._consumed: list[dict[str, Any]] = []
+        self._over = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def read(self, headers: Headers, limit: int) -> bytes:
+        """The body as it was sent. Raises `RefusalError` above `limit` bytes, and `ClientGoneError`."""
+        declared = next((value for name, value in headers if name == b"content-length"), b"")
+        if declared.isdigit() and int(declared[:20]) > limit:
+            raise _too_large(limit)
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            self._consumed.append(message)
+            part = message.get("body") or b""
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+            more = message.get("more_body", False)
+        self._consumed = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+        self.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        return self.body
+
+    async def replay(self) -> dict[str, Any]:
+        """For an application that is to have the messages as they came: those that `read` took, then the others."""
+        return self._consumed.pop(0) if self._consumed else await self._receive()
+
+    def listen(self) -> None:
+        """From now on a disconnect is heard. To be called once the body was read."""
+        self._consumed = []
+        self._watch = asyncio.create_task(self._listen())
+
+    async def receive(self) -> dict[str, Any]:
+        """What the application receives: the whole body, then nothing until the client is gone or has its answer."""
+        if not self.body_taken:
+            self.body_taken = True
+            body, self.body = self.body, b""
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._over.wait()
+        return {"type": "http.disconnect"}
+
+    def end(self) -> None:
+        """The answer is whole: what is heard from now on says nothing of it."""
+        self.answered = True
+        self._over.set()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        self.end()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+
+    async def _listen(self) -> None:
+        while not self.answered:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.gone = not self.answered
+                self._over.set()
+                return
+
+
+def decoded(body: bytes, encoding: bytes, limit: int) -> bytes:
+    """A body without its content encodings (`gzip`, `deflate`), at most `limit` bytes.
+
+    Raises `RefusalError`: 415 for another encoding, 413 above the limit, 400 for what can't be decoded.
+    """
+    names = [name.strip().lower().decode("latin-1") for name in encoding.split(b",") if name.strip()]
+    for name in reversed(names):
+        if name == "identity":
+            continue
+        bits = _WINDOW_BITS.get(name)
+        if bits is None:
+            raise RefusalError(415, f"content-encoding {name[:40]!r} can't be read here; send gzip, deflate or none")
+        body = _inflated(body, bits, limit)
+    return body
+
+
+def _inflated(body: bytes, bits: int, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while body:
+        stream = zlib.decompressobj(bits)
+        try:
+            part = stream.decompress(body, limit - size + 1)
+        except zlib.error as error:
+            if bits == 15 and not parts:  # some clients send deflate without the zlib header
+                return _inflated(body, -15, limit)
+            raise RefusalError(400, f"the body is not of its content-encoding: {error}") from None
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        if not stream.eof:
+            raise RefusalError(400, "the body is not of its content-encoding: it ends too early")
+        parts.append(part)
+        body = stream.unused_data if bits == 31 else b""
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> RefusalError:
+    return RefusalError(413, f"the request is larger than {limit} bytes (tokcap_serving.max_body_bytes)")

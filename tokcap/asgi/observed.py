@@ -1,0 +1,75 @@
+"""An answer that only evaluation capture looks at: everything passes at once and as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from ..capture.shapes import EventSplitter, StreamJoiner, decode_json
+from .answers import has_content
+from .coding import Coding
+
+if TYPE_CHECKING:
+    from ..evaluation import CallObservation
+
+__all__ = ("ObservedAnswer",)
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+_MOST_BYTES = 64 * 2**20
+"""Of an answer that is kept to be summarised; a longer one is counted only."""
+
+
+class ObservedAnswer:
+    """Passes the messages of the application on, and keeps what its summary needs."""
+
+    def __init__(self, send: Send, observation: CallObservation, *, choices: int) -> None:
+        self.error: Any = None
+        """The error event of a stream."""
+        self._send = send
+        self._observation = observation
+        self._joiner = StreamJoiner(choices=choices)
+        self._splitter = EventSplitter()
+        self._coding = Coding(b"")
+        self._is_stream = False
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """The next message of the application."""
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            headers = {bytes(name).lower(): bytes(value) for name, value in message.get("headers") or ()}
+            self._observation.status(int(message["status"]))
+            self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            self._coding = Coding(headers.get(b"content-encoding", b""))
+        elif message["type"] == "http.response.body":
+            data = bytes(message.get("body") or b"")
+            self._observation.answered(len(data))
+            self._keep(data)
+
+    def seen(self) -> Any:
+        """The answer, decoded and joined; None if it can't be read."""
+        try:
+            if self._is_stream:
+                return self._joiner.answer()
+            return decode_json(b"".join(self._parts)) if self._parts else None
+        except ValueError:  # also the errors of shapes
+            return None
+
+    def _keep(self, data: bytes) -> None:
+        if not data or not self._coding.known or self._size > _MOST_BYTES:
+            return
+        try:
+            data = self._coding.decode(data)
+        except ValueError:
+            return
+        self._size += len(data)
+        if not self._is_stream:
+            self._parts.append(data)
+            return
+        for name, payload in self._splitter.feed(data):
+            event = self._joiner.feed_data(name, payload)
+            if has_content(event):
+                self._observation.first_token()
+        self.error = self._joiner.error

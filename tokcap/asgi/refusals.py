@@ -1,0 +1,64 @@
+"""Answers that the middleware gives itself, in the shape that clients of each dialect expect of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from ..errors import FrozenError, InvalidIdError, RetiredError
+
+__all__ = ("RefusalError", "error_body", "intent_refusal", "send_refusal")
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    409: "rollout_frozen",
+    410: "rollout_retired",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    422: "untranslatable_request",
+    503: "capture_unavailable",
+}
+
+
+class RefusalError(Exception):
+    """A request that is not handed to the application, and why. `retry`: whether asking again may help."""
+
+    def __init__(self, status: int, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.retry = retry
+
+
+def intent_refusal(error: Exception) -> RefusalError:
+    """What a client is told if the intent of its call could not be written; nothing has been generated."""
+    if isinstance(error, FrozenError):
+        return RefusalError(409, str(error))
+    if isinstance(error, RetiredError):
+        return RefusalError(410, str(error))
+    if isinstance(error, InvalidIdError):
+        return RefusalError(400, str(error))
+    return RefusalError(503, f"nothing was generated, because the call can't be captured: {error}", retry=True)
+
+
+def error_body(dialect: str, status: int, message: str) -> dict[str, Any]:
+    """The JSON body of an error: as Anthropic shapes it for `messages`, else as OpenAI does."""
+    kind = _KINDS.get(status, "api_error")
+    if dialect == "messages":
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+async def send_refusal(refusal: RefusalError, dialect: str, send: Send) -> None:
+    """Send the whole answer. The official clients retry 409 by themselves unless they are told not to."""
+    body = msgspec.json.encode(error_body(dialect, refusal.status, refusal.message))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if not refusal.retry:
+        headers.append((b"x-should-retry", b"false"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

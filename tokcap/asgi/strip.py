@@ -1,0 +1,159 @@
+"""Taking out of an answer what the client did not ask for, so that it sees what it would have seen.
+
+The rules are checked against pairs of recorded exchanges, with and without what is added (`tests/exchanges`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from .asks import Asked
+
+__all__ = ("Stripper",)
+
+_REASONING = ("reasoning", "reasoning_content")
+
+
+class Stripper:
+    """Takes out of one answer what `asked` added to it, whole or chunk by chunk.
+
+    fingerprint: the `system_fingerprint` of this server, None if it has none, UNSET if it isn't known yet. vLLM from
+    0.22 on moves it from the last chunk of each choice to that of the usage, so that it has to be moved back.
+    """
+
+    def __init__(self, asked: Asked, fingerprint: Any = msgspec.UNSET) -> None:
+        self.fingerprint = fingerprint
+        self._asked = asked
+        self._usage_is_forced = False
+
+    def answer(self, payload: Any) -> Any:
+        """A whole answer, changed in place; a list of them is that of a batch."""
+        for each in payload if isinstance(payload, list) else [payload]:
+            if isinstance(each, dict):
+                if "system_fingerprint" in each:
+                    self.fingerprint = each["system_fingerprint"]
+                self._strip(each)
+        return payload
+
+    def learn(self, event: Any) -> None:
+        """What an event tells of those before it that are still held. To be called in the order of the stream."""
+        if _is_usage(event):
+            self.fingerprint = event.get("system_fingerprint")
+        elif isinstance(event, dict) and event.get("usage") is not None and "usage" in self._asked.drops:
+            # Nobody asked for usage in every chunk: the server is told to give it in any case.
+            self._usage_is_forced = True
+
+    def chunk(self, event: Any) -> Any:
+        """One event of a stream, changed in place; None if it is only there because of us."""
+        if not isinstance(event, dict):
+            return event
+        drops = self._asked.drops
+        drops_usage = "usage" in drops and not self._usage_is_forced
+        if drops_usage and _is_usage(event):
+            return None
+        # Judged before it is stripped: afterwards nothing tells it from an empty chunk of the engine's own.
+        choices = event.get("choices")
+        only_ours = "empty" in drops and _is_empty(choices)
+        self._strip(event)
+        if only_ours or ("ids" in drops and choices == [] and not _says_more(event)):
+            return None
+        if "reasoning" in drops and _is_empty(event.get("choices")):
+            return None
+        if drops_usage and _is_last(choices) and "system_fingerprint" not in event and _known(self.fingerprint):
+            _insert_after(event, ("choices", "usage"), "system_fingerprint", self.fingerprint)
+        return event
+
+    def _strip(self, payload: dict[str, Any]) -> None:
+        for place in self._asked.nulls:
+            for owner, key in _owners(payload, place):
+                if key in owner:
+                    owner[key] = None
+        for place in self._asked.removes:
+            for owner, key in _owners(payload, place):
+                owner.pop(key, None)
+            outer = place.rpartition(".")[0]
+            if outer and outer != "choices" and payload.get(outer) == {}:
+                del payload[outer]
+        if "reasoning" in self._asked.drops:
+            for choice in _choices(payload):
+                for name in ("message", "delta"):
+                    if isinstance(choice.get(name), dict):
+                        choice[name] = _without_reasoning(choice[name], streamed=name == "delta")
+
+
+def _choices(payload: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = payload.get("choices")
+    return (choice for choice in choices if isinstance(choice, dict)) if isinstance(choices, list) else iter(())
+
+
+def _owners(payload: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The objects in which the last member of a place stands, and its name."""
+    outer, _, key = place.rpartition(".")
+    if not outer:
+        yield payload, key
+    elif outer == "choices":
+        for choice in _choices(payload):
+            yield choice, key
+    elif isinstance(payload.get(outer), dict):
+        # What was joined of a stream refers to this one.
+        payload[outer] = dict(payload[outer])
+        yield payload[outer], key
+
+
+def _is_usage(event: Any) -> bool:
+    """Whether this is the chunk that gives the usage of the whole stream."""
+    return isinstance(event, dict) and event.get("choices") == [] and event.get("usage") is not None
+
+
+def _is_empty(choices: Any) -> bool:
+    """Whether the chunk says nothing but ids and log-probs: `{}`, or with the null that some versions put into it."""
+    return (
+        isinstance(choices, list)
+        and bool(choices)
+        and all(
+            isinstance(choice, dict)
+            and isinstance(choice.get("delta"), dict)
+            and all(key in _REASONING and value is None for key, value in choice["delta"].items())
+            and choice.get("finish_reason") is None
+            for choice in choices
+        )
+    )
+
+
+def _is_last(choices: Any) -> bool:
+    """Whether a choice ends with this chunk."""
+    return isinstance(choices, list) and any(
+        isinstance(choice, dict) and choice.get("finish_reason") is not None for choice in choices
+    )
+
+
+def _says_more(event: Mapping[str, Any]) -> bool:
+    """Whether a chunk without choices has a usage, or anything of an extension."""
+    return event.get("usage") is not None or bool(event.get("sglext"))
+
+
+def _known(fingerprint: Any) -> bool:
+    return fingerprint is not msgspec.UNSET and fingerprint is not None
+
+
+def _insert_after(event: dict[str, Any], before: tuple[str, ...], key: str, value: Any) -> None:
+    """Set a member behind those that stand before it in the order of the engine."""
+    last = max((position for position, name in enumerate(event) if name in before), default=-1)
+    behind = list(event.items())[last + 1 :]
+    for name, _ in behind:
+        del event[name]
+    event[key] = value
+    event.update(behind)
+
+
+def _without_reasoning(part: dict[str, Any], *, streamed: bool) -> dict[str, Any]:
+    """As vLLM hides it: null, in a stream beside the content of every delta that has any."""
+    if not streamed:
+        return {key: None if key in _REASONING else value for key, value in part.items()}
+    said = {key: value for key, value in part.items() if key not in _REASONING}
+    if not said or "role" in said:
+        return said
+    return {"content": said.pop("content", None), "reasoning": None, **said}

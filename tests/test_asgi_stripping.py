@@ -55,18 +55,23 @@ def by_choice(events: list[Any]) -> dict[Any, list[Any]]:
     return found
 
 
-# What these pairs ask isn't what capture asks: `echo` is left alone, continuous usage is kept off, and where a grammar
+# What these pairs ask isn't what capture asks: `echo` of ids is left alone, continuous usage is kept off, and where a grammar
 # begins behind the reasoning that is not asked for, either.
-OTHERWISE = [(file, name) for file, name in ALL if "echo" in name.split("/")[1] and file == "completions"] + [
+OTHERWISE = [
+    pair for pair in ALL if pair[1].startswith(("no-parser/echo/token-ids", "no-parser/echo-ids-as-tokens"))
+] + [
     (file, name)
     for file, name in ALL
-    if name.split("/", 1)[1].startswith(
-        ("client-continuous-usage-only", "no-reasoning/json-schema", "no-reasoning/tools-named")
+    if (
+        "no-reasoning/tools-auto" not in name
+        and name.split("/", 1)[1].startswith(
+            ("client-continuous-usage-only", "no-reasoning/json-schema", "no-reasoning/tools-")
+        )
     )
     or name.startswith("no-parser/no-reasoning")
 ]
 # The engine itself cut this stream into other chunks the second time.
-OTHER_CHUNKS = [("chat", "force-include-usage/plain/stream")]
+OTHER_CHUNKS = [("chat", "force-include-usage/plain/stream"), ("chat", "force-include-usage/coalesced/stream")]
 
 
 @pytest.mark.parametrize(("file", "name"), [pair for pair in ALL if pair not in OTHERWISE + OTHER_CHUNKS])
@@ -91,7 +96,10 @@ def test_nearly_all_recorded_pairs_are_compared() -> None:
     } == set()
 
 
-ANSWERED = [pair for pair in ALL if exchanges.exchange(*pair)["plain"]["status"] == 200]
+# `max_tokens: 0` with `echo` samples a token that the answer then leaves out of its log-probs: such a call is lost.
+ANSWERED = [
+    pair for pair in ALL if exchanges.exchange(*pair)["plain"]["status"] == 200 and "echo/max-tokens-0" not in pair[1]
+]
 
 
 @pytest.mark.parametrize(("file", "name"), [pair for pair in ANSWERED if pair not in OTHERWISE])

@@ -67,7 +67,7 @@ class CapturedAnswer:
         self._joiner = StreamJoiner(choices=choices)
         self._held: list[_Piece] = []
         self._recorded = False
-        self._started = False
+        self._reached = False
 
     @property
     def _changes(self) -> bool:
@@ -113,9 +113,9 @@ class CapturedAnswer:
         return self._joiner.error
 
     @property
-    def begun(self) -> bool:
-        """Whether anything was sent to the client."""
-        return self._started
+    def partly_sent(self) -> bool:
+        """Whether a part of the answer was sent while the client was there."""
+        return self._reached
 
     def _begin(self, message: dict[str, Any]) -> None:
         self._start, self.status = message, int(message["status"])
@@ -131,7 +131,6 @@ class CapturedAnswer:
             self._mode = "opaque"
 
     async def _send_start(self, length: int | None) -> None:
-        self._started = True
         if self._observation is not None:
             self._observation.status(self.status)
         headers = [
@@ -152,6 +151,7 @@ class CapturedAnswer:
                 if content:
                     self._observation.first_token()
                 self._observation.answered(len(data))
+            self._reached |= bool(data) and not self._call.client.gone
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     # ---- answers that are whole
@@ -206,6 +206,8 @@ class CapturedAnswer:
             self.seen = self._stripper.answer(payload)
             if self._translation is not None:
                 self.seen = self._translation.answer(self.seen)
+            elif not self._stripper.changed:
+                return body
         return self._coding.encode(encode_json(self.seen, body if self._coding.identity else b"NaN"), last=True)
 
     # ---- streams of events
@@ -276,7 +278,7 @@ class CapturedAnswer:
                 # Usage is part of the other dialects' own end of a stream.
                 shown.append(self._translation.chunk(piece.event if event is None else event))
             elif event is not None:
-                shown.append(_event_bytes(piece, event))
+                shown.append(_event_bytes(piece, event) if self._stripper.changed else piece.raw)
         return shown
 
     # ---- anything else

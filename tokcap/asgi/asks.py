@@ -83,13 +83,13 @@ _TABLE: dict[tuple[str, Dialect], tuple[Flag, ...]] = {
         _STREAM_USAGE,
     ),
     ("vllm", "vllm-generate"): (
-        Flag("return_token_ids", True, ("prompt_token_ids",), streamed=False),
-        Flag("return_token_ids", True, removes=("prompt_token_ids",), streamed=True),
+        Flag("return_token_ids", True, ("prompt_token_ids", "mm_placeholders"), streamed=False),
+        Flag("return_token_ids", True, removes=("prompt_token_ids", "mm_placeholders"), streamed=True),
         Flag("logprobs", 0, ("choices.logprobs",), wished=_is_count, within="sampling_params"),
         _STREAM_USAGE,
     ),
     ("sglang", "chat"): (
-        Flag("logprobs", True, ("choices.logprobs",)),
+        Flag("logprobs", True, ("choices.logprobs",), drops="empty"),
         Flag(
             "return_token_ids",
             True,
@@ -123,6 +123,7 @@ _TABLE: dict[tuple[str, Dialect], tuple[Flag, ...]] = {
             drops="ids",
         ),
         _STREAM_USAGE,
+        Flag("continuous_usage_stats", True, within="stream_options", streamed=True, drops="continuous"),
     ),
     ("sglang", "completions"): (
         Flag("return_token_ids", True, removes=("choices.prompt_token_ids", "choices.token_ids"), since=(0, 5, 17)),
@@ -130,18 +131,23 @@ _TABLE: dict[tuple[str, Dialect], tuple[Flag, ...]] = {
         _STREAM_USAGE,
     ),
     ("sglang", "native-generate"): (
-        Flag("return_logprob", True, removes=("meta_info.output_token_logprobs", "meta_info.input_token_logprobs")),
+        Flag(
+            "return_logprob",
+            True,
+            removes=(
+                "meta_info.input_token_logprobs",
+                "meta_info.output_token_logprobs",
+                "meta_info.output_token_logprobs_length",
+            ),
+        ),
         Flag("return_prompt_token_ids", True, removes=("prompt_token_ids",), since=(0, 5, 14)),
     ),
     ("tgi", "native-generate"): (
         Flag("details", True, removes=("details",), within="parameters"),
         Flag("decoder_input_details", True, within="parameters", streamed=False),
     ),
-    ("trtllm", "completions"): (
-        Flag("logprobs", 0, ("choices.logprobs",), wished=_is_count),
-        _STREAM_USAGE,
-    ),
 }
+"""TensorRT-LLM refuses members that it doesn't know, and gives no ids on request: it is asked for nothing."""
 
 
 class Asked(msgspec.Struct):
@@ -152,11 +158,14 @@ class Asked(msgspec.Struct):
     nulls: list[str]
     removes: list[str]
     drops: set[str]
+    echoes: list[str] = []
+    """Prompts that stand before the text of the answers, which the engine leaves out because of what is added."""
+    choices_per_prompt: int = 1
 
     @property
     def strips(self) -> bool:
         """Whether anything has to be taken out of the answer."""
-        return bool(self.nulls or self.removes or self.drops)
+        return bool(self.nulls or self.removes or self.drops or self.echoes)
 
 
 def gives_ids(server: Server, dialect: Dialect) -> bool:
@@ -164,17 +173,26 @@ def gives_ids(server: Server, dialect: Dialect) -> bool:
     return dialect not in ("messages", "responses")
 
 
-def asked_of(server: Server, dialect: Dialect, request: Mapping[str, Any], *, fingerprint_known: bool = True) -> Asked:
+def asked_of(
+    server: Server,
+    dialect: Dialect,
+    request: Mapping[str, Any],
+    *,
+    streams: bool | None = None,
+    fingerprint_known: bool = True,
+) -> Asked:
     """What to add to a request of this dialect; nothing for a dialect that the table doesn't know.
 
-    An engine that isn't known is asked as vLLM is, whose flags other engines ignore. fingerprint_known: whether the
-    `system_fingerprint` can be put back into a stream whose usage is taken out, also before that has come.
+    An engine that isn't known is asked as vLLM is, whose flags SGLang and TGI ignore; TensorRT-LLM refuses them, so it
+    has to be named. streams: whether the answer is a stream, if not the body but the route says so.
+    fingerprint_known: whether the `system_fingerprint` can be put back into a stream whose usage is taken out, also
+    before that has come.
     """
     engine, version = server.engine or "vllm", server.numbers
-    streamed = _is_true(request.get("stream"))
+    streamed = _is_true(request.get("stream")) if streams is None else streams
     asked = Asked({}, [], [], set())
-    if dialect == "completions" and request.get("echo"):
-        return asked  # the ids would change the text: vLLM then leaves the prompt out of it
+    if dialect == "completions" and request.get("echo") and engine == "vllm":
+        return _asked_to_echo(asked, server, request, streamed)
     for flag in _TABLE.get((engine, dialect), ()):
         if (flag.streamed is not None and flag.streamed != streamed) or not _applies(flag, version):
             continue
@@ -185,6 +203,26 @@ def asked_of(server: Server, dialect: Dialect, request: Mapping[str, Any], *, fi
         _ask(asked, flag, request)
     if engine == "vllm" and dialect == "chat":
         _see_to_chat(asked, server, request)
+    return asked
+
+
+def _asked_to_echo(asked: Asked, server: Server, request: Mapping[str, Any], streamed: bool) -> Asked:
+    """vLLM leaves the prompt out of the text if it is asked for ids. A prompt of text can be put back."""
+    prompts = request.get("prompt")
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        return asked
+    if request.get("use_beam_search"):
+        return asked  # refused together with log-probs
+    for flag in _TABLE["vllm", "completions"]:
+        if flag.streamed in (None, streamed) and _applies(flag, server.numbers):
+            _ask(asked, flag, request)
+    if not _is_true(request.get("return_token_ids")):
+        asked.echoes, asked.choices_per_prompt = prompts, requested_choices(request) // max(len(prompts), 1) or 1
+        if streamed:
+            asked.nulls.remove("choices.prompt_token_ids")  # there without asking
+    if "logprobs" in asked.members and request.get("prompt_logprobs") is None:
+        asked.nulls.append("choices.prompt_logprobs")
     return asked
 
 

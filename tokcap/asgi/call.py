@@ -25,6 +25,13 @@ __all__ = ("Call",)
 
 _PROVES_NOTHING = (408, 499)
 """A time-out, or a client that went away: the engine may have been sampling."""
+_AFTER_SAMPLING = (
+    # Python's JSON encoder of a NaN among log-probs: vLLM from 0.18 on makes a 400 of it
+    "Out of range float values are not JSON compliant",
+    # SGLang, 503
+    "Request running timeout reached",
+    "Retracted under decode memory pressure",
+)
 _NOT_READY = (501, 503)
 """What a server answers that doesn't take the request."""
 
@@ -49,6 +56,8 @@ class Call:
         self.asked = asked
         self.context: CaptureContext | None = None
         """None before the intent is durable."""
+        self.engine_state: dict[str, Any] | None = None
+        """What vLLM notes of a request in its own process: `request_metadata` as soon as the engine is asked."""
         self._url = url
         self._sink = sink
         self._policy = policy
@@ -104,7 +113,7 @@ class Call:
         if self.context is None:
             return
         if status >= 400:
-            await self._refused(status)
+            await self._refused(status, payload)
         elif status >= 300:
             await settle("no_generation", f"redirected with status {status}", context=self.context)
         elif not isinstance(payload, (dict, list)):
@@ -112,7 +121,7 @@ class Call:
         else:
             await self._record(payload, headers, status)
             if self.outcome == "open":  # an error in the clothes of an answer
-                await self._refused(self.context.error_status or 500)
+                await self._refused(self.context.error_status or 500, payload)
 
     async def streamed(self, joiner: StreamJoiner, headers: list[tuple[bytes, bytes]]) -> None:
         """A stream came to its end, or to what is the end of it. The same promise as `answered`."""
@@ -133,8 +142,10 @@ class Call:
 
     async def failed(self, error: BaseException) -> None:
         """The application raised. If it never asked for the body, it can't have made the model sample."""
-        if self.context is not None and not self._concluded and not self.client.body_taken:
-            await settle("no_generation", "the application failed before it read the request", context=self.context)
+        if self.context is None or self._concluded:
+            return
+        if not self.client.body_taken or self._engine_says() == "untouched":
+            await settle("no_generation", "the application failed before the engine was asked", context=self.context)
             self._concluded = True
 
     async def unanswered(self) -> None:
@@ -180,12 +191,16 @@ class Call:
         await capture_tokens(answer, status=status, context=self.context)
         self._metrics.put_seconds(time.perf_counter() - begun)
 
-    async def _refused(self, status: int) -> None:
+    async def _refused(self, status: int, payload: Any) -> None:
         assert self.context is not None
         if not self.client.body_taken:
             outcome, why = "no_generation", f"answered with status {status} before the request was read"
         elif self.outcome != "open":
             return  # the application has said so itself
+        elif (proof := self._engine_says()) == "untouched":
+            outcome, why = "no_generation", f"refused with status {status} before the engine was asked"
+        elif proof == "answered" or _was_sampled(payload):
+            outcome, why = "lost", f"answered with status {status} after tokens were sampled"
         elif status in _NOT_READY or (400 <= status < 500 and status not in _PROVES_NOTHING):
             outcome, why = "no_generation", f"refused with status {status}"
         elif self.client.gone:
@@ -194,11 +209,28 @@ class Call:
             outcome, why = "lost", f"answered with status {status}, which tokens may have been sampled before"
         await settle(outcome, why, context=self.context)  # type: ignore[arg-type]
 
+    def _engine_says(self) -> str:
+        """`untouched`, `answered`, or empty if there is no proof; for vLLM in this process, all versions."""
+        if self.engine_state is None:
+            return ""
+        metadata = self.engine_state.get("request_metadata")
+        if metadata is None:
+            return "untouched"
+        return "answered" if getattr(metadata, "final_usage_info", None) is not None else ""
+
     async def _unreadable(self, what: str) -> None:
         if self.client.gone:
             await settle("aborted", f"the client had gone, and {what}", context=self.context)
         else:
             await settle("lost", what if self.route.known else f"unknown_route: {what}", context=self.context)
+
+
+def _was_sampled(payload: Any) -> bool:
+    """Whether the words of an error say that tokens had been sampled, whatever its status."""
+    body = payload if isinstance(payload, dict) else {}
+    error = body.get("error", body.get("message"))
+    message = error.get("message") if isinstance(error, dict) else error
+    return isinstance(message, str) and any(words in message for words in _AFTER_SAMPLING)
 
 
 def _has_ids(answer: Any) -> bool:

@@ -28,6 +28,8 @@ class Server(msgspec.Struct, frozen=True):
     """SHA-256 of each key that it accepts; empty if none is known."""
     logprobs_mode: str = "unknown"
     sampling_defaults: dict[str, Any] = msgspec.field(default_factory=dict)
+    keeps_metadata: bool = False
+    """Whether the state of a request shows how far the engine came with it, as vLLM's does in its own process."""
     has_parser: bool | None = None
     """Whether a parser of reasoning or of tool calls reads the answers; None if that isn't known."""
 
@@ -58,15 +60,18 @@ def server_of(application: Any, settings: ServingSettings) -> Server:
     """What can be told now of the application in a scope (`scope["app"]`; None if there is none).
 
     vLLM keeps its arguments and its configuration in the state of its application; they are there from the first
-    request on.
+    request on. SGLang keeps its arguments in the application itself.
     """
     state = getattr(application, "state", None)
     arguments, vllm_config = getattr(state, "args", None), getattr(state, "vllm_config", None)
     is_vllm = vllm_config is not None or hasattr(state, "engine_client")
-    engine = settings.engine or ("vllm" if is_vllm else "")
+    sglang_arguments = getattr(application, "server_args", None)
+    engine = settings.engine or ("vllm" if is_vllm else "sglang" if sglang_arguments is not None else "")
     version = settings.engine_version
     if not version and is_vllm and engine == "vllm":
         version = str(getattr(sys.modules.get("vllm"), "__version__", ""))
+    elif not version and sglang_arguments is not None and engine == "sglang":
+        version = str(getattr(sys.modules.get("sglang"), "__version__", ""))
     model_config = getattr(vllm_config, "model_config", None)
     mode = settings.logprobs_mode or _text(getattr(model_config, "logprobs_mode", "")) or "unknown"
     defaults: dict[str, Any] = {}
@@ -74,9 +79,10 @@ def server_of(application: Any, settings: ServingSettings) -> Server:
         found = model_config.get_diff_sampling_param() if model_config is not None else {}
         defaults = dict(found) if isinstance(found, Mapping) else {}
     keys = [*settings.api_keys, *(_keys_of(arguments, application) if is_vllm else ())]
+    keys += [_text(getattr(sglang_arguments, name, "")) for name in ("api_key", "admin_api_key")]
     digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys if key)
     sampling = {**defaults, **settings.sampling_defaults}
-    return Server(engine, version, digests, mode, sampling, _has_parser(arguments) if is_vllm else None)
+    return Server(engine, version, digests, mode, sampling, is_vllm, _has_parser(arguments) if is_vllm else None)
 
 
 def _has_parser(arguments: Any) -> bool | None:

@@ -169,7 +169,9 @@ class _Request:
     async def capture(self, sink: TokenSink, recorder: EvaluationRecorder | None) -> None:
         """Intent, request, answer, record. Raises `RefusalError` before anything was handed to the application."""
         if not self._server.admits(self._headers):
-            raise RefusalError(401, "the request shows no key that this server accepts")
+            # As vLLM says it itself.
+            said = {"error": "Unauthorized"} if self._server.engine == "vllm" else None
+            raise RefusalError(401, "the request shows no key that this server accepts", body=said)
         client = Client(self._receive)
         limit = self._settings.max_body_bytes
         body = await client.read(self._headers, limit)
@@ -197,9 +199,10 @@ class _Request:
         try:
             if not late:
                 await call.admit()
-            await _Exchange(call, client, answer, late).run(
-                self._middleware.app, self._inner_scope(client, translation)
-            )
+            scope = self._inner_scope(client, translation)
+            if self._server.keeps_metadata:
+                call.engine_state = scope.setdefault("state", {})
+            await _Exchange(call, client, answer, late).run(self._middleware.app, scope)
         except BaseException as raised:
             error = raised
             if observation is not None and isinstance(raised, RefusalError):
@@ -239,7 +242,9 @@ class _Request:
             asked = asked_of(self._server, "chat", translation.chat_request)
         else:
             known = self._middleware._fingerprint is not msgspec.UNSET
-            asked = asked_of(self._server, self._route.dialect, request, fingerprint_known=known)
+            streams = True if self._path.rstrip("/").endswith("_stream") else None
+            dialect = self._route.dialect
+            asked = asked_of(self._server, dialect, request, streams=streams, fingerprint_known=known)
         for key, value in self._settings.sampling_overrides.items():
             asked.members[key] = value
         return asked
@@ -396,7 +401,7 @@ class _Exchange:
         if error is None:
             await self._call.unanswered()
         if self._client.gone:
-            await self._call.delivered("partly" if self._answer.begun else "no")
+            await self._call.delivered("partly" if self._answer.partly_sent else "no")
         elif self._answer.ended:
             await self._call.delivered("full")
 

@@ -28,8 +28,10 @@ _KINDS = {
 class RefusalError(Exception):
     """A request that is not handed to the application, and why. `retry`: whether asking again may help."""
 
-    def __init__(self, status: int, message: str, *, retry: bool = False) -> None:
+    def __init__(self, status: int, message: str, *, retry: bool = False, body: Any = None) -> None:
         super().__init__(message)
+        self.body = body
+        """In place of the one that the dialect has."""
         self.status = status
         self.message = message
         self.retry = retry
@@ -56,7 +58,8 @@ def error_body(dialect: str, status: int, message: str) -> dict[str, Any]:
 
 async def send_refusal(refusal: RefusalError, dialect: str, send: Send) -> None:
     """Send the whole answer. The official clients retry 409 by themselves unless they are told not to."""
-    body = msgspec.json.encode(error_body(dialect, refusal.status, refusal.message))
+    shaped = error_body(dialect, refusal.status, refusal.message) if refusal.body is None else refusal.body
+    body = msgspec.json.encode(shaped)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if not refusal.retry:
         headers.append((b"x-should-retry", b"false"))

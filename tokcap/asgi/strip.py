@@ -26,11 +26,15 @@ class Stripper:
 
     def __init__(self, asked: Asked, fingerprint: Any = msgspec.UNSET) -> None:
         self.fingerprint = fingerprint
+        self.changed = False
+        """Whether the answer or the event that came last was changed."""
         self._asked = asked
         self._usage_is_forced = False
+        self._echoed: set[int] = set()
 
     def answer(self, payload: Any) -> Any:
         """A whole answer, changed in place; a list of them is that of a batch."""
+        self.changed = False
         for each in payload if isinstance(payload, list) else [payload]:
             if isinstance(each, dict):
                 if "system_fingerprint" in each:
@@ -42,12 +46,22 @@ class Stripper:
         """What an event tells of those before it that are still held. To be called in the order of the stream."""
         if _is_usage(event):
             self.fingerprint = event.get("system_fingerprint")
-        elif isinstance(event, dict) and event.get("usage") is not None and "usage" in self._asked.drops:
+        elif self._counts_every_chunk(event):
             # Nobody asked for usage in every chunk: the server is told to give it in any case.
             self._usage_is_forced = True
 
+    def _counts_every_chunk(self, event: Any) -> bool:
+        drops = self._asked.drops
+        return (
+            isinstance(event, dict)
+            and event.get("usage") is not None
+            and "usage" in drops
+            and "continuous" not in drops
+        )
+
     def chunk(self, event: Any) -> Any:
         """One event of a stream, changed in place; None if it is only there because of us."""
+        self.changed = False
         if not isinstance(event, dict):
             return event
         drops = self._asked.drops
@@ -64,24 +78,49 @@ class Stripper:
             return None
         if drops_usage and _is_last(choices) and "system_fingerprint" not in event and _known(self.fingerprint):
             _insert_after(event, ("choices", "usage"), "system_fingerprint", self.fingerprint)
+            self.changed = True
         return event
+
+    def _echo(self, payload: dict[str, Any]) -> None:
+        """Put the prompt before the text of each choice; in a stream before its first one."""
+        for choice in _choices(payload):
+            index, text = choice.get("index"), choice.get("text")
+            if type(index) is int and index >= 0 and isinstance(text, str) and index not in self._echoed:
+                self._echoed.add(index)
+                prompt = index // self._asked.choices_per_prompt
+                if prompt < len(self._asked.echoes):
+                    choice["text"] = self._asked.echoes[prompt] + text
+                    self.changed = True
 
     def _strip(self, payload: dict[str, Any]) -> None:
         for place in self._asked.nulls:
             for owner, key in _owners(payload, place):
-                if key in owner:
+                if owner.get(key) is not None:
                     owner[key] = None
+                    self.changed = True
         for place in self._asked.removes:
             for owner, key in _owners(payload, place):
-                owner.pop(key, None)
+                if key in owner:
+                    del owner[key]
+                    self.changed = True
             outer = place.rpartition(".")[0]
             if outer and outer != "choices" and payload.get(outer) == {}:
                 del payload[outer]
+        if "continuous" in self._asked.drops and payload.get("choices") and payload.get("usage") is not None:
+            # SGLang builds the chunks of tool calls in another way than those of text.
+            if any("tool_calls" in (choice.get("delta") or ()) for choice in _choices(payload)):
+                payload["usage"] = None
+            else:
+                del payload["usage"]
+            self.changed = True
+        if self._asked.echoes:
+            self._echo(payload)
         if "reasoning" in self._asked.drops:
             for choice in _choices(payload):
                 for name in ("message", "delta"):
                     if isinstance(choice.get(name), dict):
                         choice[name] = _without_reasoning(choice[name], streamed=name == "delta")
+                        self.changed = True
 
 
 def _choices(payload: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -154,6 +193,8 @@ def _without_reasoning(part: dict[str, Any], *, streamed: bool) -> dict[str, Any
     if not streamed:
         return {key: None if key in _REASONING else value for key, value in part.items()}
     said = {key: value for key, value in part.items() if key not in _REASONING}
-    if not said or "role" in said:
+    if "role" in said:
         return said
+    if not said.get("content") and not said.get("tool_calls"):
+        return {}
     return {"content": said.pop("content", None), "reasoning": None, **said}

@@ -62,7 +62,15 @@ async def capture_tokens(response: Any, *, status: int = 200, context: CaptureCo
     except (Exception, asyncio.CancelledError) as error:  # nothing was awaited, so nobody cancelled this
         await _lose_open(context, f"the answer could not be read: {described(error)}")
     else:
+        if aborted and isinstance(response, StreamJoiner):
+            aborted = not _ended_without_tokens(response, answer)
         await capture_parsed(answer, aborted=aborted, context=context)
+
+
+def _ended_without_tokens(joiner: StreamJoiner, answer: ParsedAnswer) -> bool:
+    """Whether a stream came to its end by itself and says that there was nothing to stream."""
+    sampled = any(len(choice.generation_token_ids) for choice in answer.choices)
+    return joiner.error is None and joiner.done and answer.usage_completion_tokens == 0 and not sampled
 
 
 async def capture_parsed(answer: ParsedAnswer, *, aborted: bool = False, context: CaptureContext | None = None) -> None:

@@ -6,7 +6,7 @@ from itertools import repeat
 from typing import Any
 
 from ...errors import UnusableAnswerError
-from .places import as_dict, as_list, text
+from .places import as_dict, as_list, count, text
 
 __all__ = ("ChunkedAnswer",)
 
@@ -27,12 +27,17 @@ class _Choice:
         self.entries: list[Any] = []
         self.columns: dict[str, list[Any]] = {}
         self.has_log_probs = self.by_column = self.has_message = self.has_text = False
+        self.counted = 0
+        """How many tokens were sampled up to the last chunk that told; 0 if none did."""
+        self.uncounted = False
+        """Whether log-probs came without ids and without such a count, so that nothing tells whose they are."""
 
     @property
     def finished(self) -> bool:
         return self.values.get("finish_reason") is not None
 
-    def add(self, part: dict[str, Any]) -> None:
+    def add(self, part: dict[str, Any], sampled: int | None = None) -> None:
+        """One chunk. sampled: how many tokens there are up to its end, if it tells."""
         for key, value in part.items():
             if key == "delta":
                 self.has_message = True
@@ -47,6 +52,8 @@ class _Choice:
             elif key not in ("logprobs", "index") and value is not None:
                 self.values[key] = value
         ids = part.get("token_ids", part.get("response_token_ids"))
+        if not isinstance(ids, list):
+            self._align(as_list(as_dict(part.get("logprobs")).get("content")), sampled)
         self._add_log_probs(part.get("logprobs"), len(ids) if isinstance(ids, list) else 0)
 
     def set_prompt(self, value: Any) -> None:
@@ -64,6 +71,19 @@ class _Choice:
                     self._add_call(as_dict(call), position)
             elif value is not None:
                 self.message[key] = value
+
+    def _align(self, entries: list[Any], sampled: int | None) -> None:
+        """Leave the places of tokens open whose log-probs were in no chunk.
+
+        SGLang sends no chunk for a step without text, such as the stop token, and its log-probs with it. Those that a
+        chunk has are of the last tokens up to its count (`continuous_usage_stats`).
+        """
+        if sampled is None:
+            self.uncounted |= bool(entries)
+            return
+        self.counted = max(self.counted, sampled)
+        missing = sampled - len(entries) - len(self.entries) if entries else 0
+        self.entries.extend(repeat(_NO_ENTRY, max(missing, 0)))
 
     def _add_text(self, key: str, value: Any) -> None:
         if isinstance(value, str):
@@ -120,6 +140,8 @@ class _Choice:
             if self.calls:
                 choice["message"]["tool_calls"] = [_joined_call(call) for call in self.calls.values()]
         if self.has_log_probs:
+            if not self.uncounted:
+                self.entries.extend(repeat(_NO_ENTRY, self.counted - len(self.entries)))
             choice["logprobs"] = self.columns if self.by_column else {"content": self.entries}
         return choice
 
@@ -134,10 +156,11 @@ class ChunkedAnswer:
     def add(self, chunk: dict[str, Any]) -> None:
         """One chunk. Raises `UnusableAnswerError` if it contradicts an earlier one."""
         parts = as_list(chunk.get("choices"))
+        sampled = count(as_dict(chunk.get("usage")).get("completion_tokens")) if len(parts) == 1 else None
         for position, part in enumerate(map(as_dict, parts)):
             index = part.get("index")
             index = index if type(index) is int else position
-            self._choices.setdefault(index, _Choice(index)).add(part)
+            self._choices.setdefault(index, _Choice(index)).add(part, sampled)
         for key, value in chunk.items():
             if key == "choices" or value is None:
                 continue

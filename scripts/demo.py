@@ -1,33 +1,45 @@
-"""The whole way on recorded traffic, in real processes: capture, freeze, build, compare, hand over, retire.
+"""The whole way on recorded traffic, in real processes: serve, capture, freeze, build, compare, hand over, retire.
 
-Three model servers answer the recorded calls of 25 agent rollouts and capture what they answer. Half-way one of them
-is killed with SIGKILL in the middle of a generation; its clients ask another server again. As soon as a rollout is
-finished, a trainer freezes it, builds its trajectories, compares every id and log-prob with the recording, writes them
-to a file and retires the rollout. The exit status is 0 only if all was exact.
+Uvicorn serves an engine that replays recorded answers, behind the capture middleware, in two spawned workers. Agents
+ask it over HTTP, streamed and not, through the capture URLs of 25 recorded rollouts. They don't ask for token ids, and
+have to see exactly what the engine alone would have answered. One worker is killed with SIGKILL in the middle of a
+generation; who was waiting for it asks again. As soon as a rollout is finished, a trainer freezes it, builds its
+trajectories, compares every id and log-prob with the recording, writes them to a file and retires the rollout. The exit
+status is 0 only if all was exact.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import json
+import os
 import signal
+import socket
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 
-from scripts import demo_server, demo_trainer
-from scripts.demo_server import Job, Line
+from scripts import demo_trainer
+from scripts.demo_server import GATE, ROLLOUT, SEQ, SHOWN_FIRST, WORKER, events_told, told
 from scripts.demo_trainer import Row
 from tests import recordings
 from tokcap import FileStore
+from tokcap.asgi import rollout_base_url
 
-SERVERS = 3
-DOOMED = 1
+WORKERS = 2
+DOOMED = ("stream-1", 3)
+"""The recorded call in the middle of whose answer its worker is killed."""
 AT_ONCE = 6
-"""Rollouts in flight; each of them has one call at a time."""
+"""Rollouts in flight."""
 
 PATIENCE_S = 120.0
 LINE_LIMIT = 1 << 20
@@ -38,16 +50,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="put store and hand-over files there and keep them")
     commands = parser.add_subparsers(dest="role", title="roles that the demo starts by itself", metavar="")
-    server = commands.add_parser("server")
-    server.add_argument("store")
     trainer = commands.add_parser("trainer")
-    trainer.add_argument("store")
     trainer.add_argument("handover", type=Path)
     options = parser.parse_args()
-    if options.role == "server":
-        return demo_server.main(options.store)
     if options.role == "trainer":
-        return demo_trainer.main(options.store, options.handover)
+        return demo_trainer.main(options.handover)
     if options.dir is not None:
         options.dir.mkdir(parents=True, exist_ok=True)
         return asyncio.run(asyncio.wait_for(conduct(options.dir.resolve()), PATIENCE_S))
@@ -55,132 +62,170 @@ def main() -> int:
         return asyncio.run(asyncio.wait_for(conduct(Path(directory)), PATIENCE_S))
 
 
-class DiedError(Exception):
-    """The server was killed before it answered."""
-
-
-class Server:
-    """One model server, and who waits for its answers."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.waiting: dict[tuple[str, str], tuple[asyncio.Event, asyncio.Future[None]]] = {}
-        self.reading = asyncio.create_task(self._read())
-
-    def begin(self, job: Job) -> tuple[asyncio.Event, asyncio.Future[None]]:
-        """Set when the call began, and resolved when its answer is released; `DiedError` if the server goes first."""
-        if self.reading.done():
-            raise DiedError
-        pair = asyncio.Event(), asyncio.get_running_loop().create_future()
-        self.waiting[job.rollout_id, job.model_call_id] = pair
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(job) + b"\n")
-        return pair
-
-    async def _read(self) -> None:
-        assert self.process.stdout is not None
-        while text := await self.process.stdout.readline():
-            line = msgspec.json.decode(text, type=Line)
-            begun, answered = self.waiting[line.rollout_id, line.model_call_id]
-            if not line.answered:
-                begun.set()
-            elif not answered.done():
-                answered.set_result(None)
-        for _, answered in self.waiting.values():
-            if not answered.done():
-                answered.set_exception(DiedError())
-                answered.exception()  # it is no mistake if nobody waits
-
-
-async def start(role: str, *arguments: object) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        __file__,
-        role,
-        *map(str, arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=LINE_LIMIT,
-    )
-
-
 async def conduct(directory: Path) -> int:
-    """Start the processes, play the recordings, kill one server half-way, print what the trainer found."""
-    store = directory / "store"
-    trainer = await start("trainer", store, directory / "handover")
-    rows = asyncio.create_task(read_rows(trainer))
-    recorded = list(recordings.rollouts())
-    half = sum(call.generates for rollout in recorded for call in rollout.calls) // 2
-    servers = [Server(await start("server", store)) for _ in range(SERVERS)]
-    play = Play(servers, store, half)
-    slots = asyncio.Semaphore(AT_ONCE)
-    async with asyncio.TaskGroup() as group:
-        for number, rollout in enumerate(recorded):
-            group.create_task(play.rollout(number, rollout, slots))
-    print(play.killed)
-    for server in servers:
-        assert server.process.stdin is not None
-        server.process.stdin.close()
-        await server.reading
-        if await server.process.wait() != 0:
-            print(f"a server ended with status {server.process.returncode}", file=sys.stderr)
+    """Start server and trainer, let the agents run, print what the trainer found."""
+    environment = {name: value for name, value in os.environ.items() if name != "TOKCAP_CONFIG"}
+    environment["TOKCAP_DIR"] = str(directory / "store")
+    port = free_port()
+    serve = f"-m uvicorn --factory scripts.demo_server:app --workers {WORKERS} --host 127.0.0.1 --port {port}"
+    quiet = "--log-level warning --timeout-graceful-shutdown 5"
+    train = [__file__, "trainer", str(directory / "handover")]
+    async with (
+        running(train, environment, stdout=asyncio.subprocess.PIPE) as trainer,
+        running(f"{serve} {quiet}".split(), environment) as server,
+    ):
+        rows = asyncio.create_task(read_rows(trainer))
+        agents = Agents(f"http://127.0.0.1:{port}", directory, server)
+        await agents.run()
+        server.terminate()
+        if await server.wait() != 0:
+            print(f"the server ended with status {server.returncode}", file=sys.stderr)
             return 1
-    await play.store.close()
-    found = await rows
-    if await trainer.wait() != 0:
-        print(f"the trainer ended with status {trainer.returncode}", file=sys.stderr)
-        return 1
-    return report(found, play)
+        found = await rows
+        if await trainer.wait() != 0:
+            print(f"the trainer ended with status {trainer.returncode}", file=sys.stderr)
+            return 1
+    return report(found, agents)
 
 
-class Play:
-    """The clients: agents that send the recorded requests, one after another, and retry where a server died."""
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
-    def __init__(self, servers: list[Server], directory: Path, half: int) -> None:
-        self.servers, self.directory, self.half = servers, directory, half
-        self.store = FileStore(directory)
+
+@asynccontextmanager
+async def running(
+    arguments: list[str], environment: dict[str, str], *, stdout: int | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python process that ends with the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, env=environment, stdout=stdout, limit=LINE_LIMIT
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+class Agents:
+    """The clients: they send the recorded requests, one after another, and ask again where a connection breaks."""
+
+    def __init__(self, base: str, directory: Path, server: asyncio.subprocess.Process) -> None:
+        self.base, self.directory, self.server = base, directory, server
+        self.store = FileStore(directory / "store")
+        self.client = httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False)
+        self.workers: set[str] = set()
+        """The process ids of those that have answered."""
         self.answered = 0
         self.retried = 0
         self.killed = ""
-        """What became of the doomed server, in words."""
-        self._replaced = asyncio.Event()
+        """What became of the doomed call's worker, in words."""
+        self.problems: list[str] = []
+        """What agents saw and should not have seen."""
 
-    async def rollout(self, number: int, recorded: recordings.RecordedRollout, slots: asyncio.Semaphore) -> None:
+    async def run(self) -> None:
+        """Play all recordings."""
+        (self.directory / "gates").mkdir(exist_ok=True)
+        slots = asyncio.Semaphore(AT_ONCE)
+        async with self.client:
+            await self._meet(WORKERS)
+            async with asyncio.TaskGroup() as group:
+                for recorded in recordings.rollouts():
+                    group.create_task(self._rollout(recorded, slots))
+        await self.store.close()
+        print(self.killed)
+
+    async def _meet(self, count: int) -> None:
+        """Wait until so many different workers have answered, each on a connection of its own."""
+        while len(self.workers) < count:
+            self._check_server()
+            with suppress(httpx.TransportError):  # not there yet, or just killed
+                response = await self.client.get(f"{self.base}/health", headers={"connection": "close"})
+                self.workers.add(response.headers[WORKER])
+            await asyncio.sleep(0.01)
+
+    def _check_server(self) -> None:
+        if self.server.returncode is not None:
+            raise RuntimeError(f"the server ended with status {self.server.returncode}")
+
+    async def _rollout(self, recorded: recordings.RecordedRollout, slots: asyncio.Semaphore) -> None:
         async with slots:
-            for call in recorded.calls:
-                if call.generates:
-                    await self._call((number + call.seq) % SERVERS, call)
+            if recorded.shape == "parallel":
+                await asyncio.gather(*map(self._call, recorded.calls))
+            else:
+                for call in recorded.calls:
+                    await self._call(call)
             meta = {"reward": len(recorded.calls) / 10, "group": recorded.shape}
             await self.store.finish(recorded.rollout_id, meta=meta)
 
-    async def _call(self, place: int, call: recordings.RecordedCall) -> None:
-        doomed = place == DOOMED and self.answered >= self.half and not self.killed
-        job = Job(call.rollout_id, call.seq, call.model_call_id, hangs=doomed)
-        try:
-            begun, answered = self.servers[place].begin(job)
-            if doomed:
-                await self._kill(begun)
-            await answered
-        except DiedError:
-            await self._replaced.wait()
-            self.retried += 1
-            again = Job(call.rollout_id, call.seq, f"{call.model_call_id}.retry", retry_count=1)
-            _, answered = self.servers[place].begin(again)
-            await answered
+    async def _call(self, call: recordings.RecordedCall) -> None:
+        """Ask until an answer came whole. It must be the one that the engine alone would have given."""
+        request = plain(call.request)
+        for retry in itertools.count():
+            try:
+                status, seen = await self._ask(call, request, retry)
+            except httpx.TransportError:
+                self._check_server()
+                self.retried += 1
+            else:
+                break
         self.answered += 1
+        expected: Any = (
+            told(call.response or {}, request) if call.sse is None else [*events_told(call.sse, request), "[DONE]"]
+        )
+        if (status, seen) != (call.status, expected):
+            self.problems.append(f"{call.rollout_id} {call.seq}: the agent got {status} {json.dumps(seen)[:500]}")
 
-    async def _kill(self, begun: asyncio.Event) -> None:
-        """Kill the doomed server when a generation has begun there, and start another one in its place."""
-        self.killed = "the doomed server never began"
-        await begun.wait()
-        process = self.servers[DOOMED].process
-        process.kill()
-        await self.servers[DOOMED].reading
-        status = await process.wait()
-        name = signal.Signals(-status).name if status < 0 else f"status {status}"
-        self.killed = f"server {DOOMED} ended with {name} in the middle of a generation, after {self.answered} answers"
-        self.servers[DOOMED] = Server(await start("server", self.directory))
-        self._replaced.set()
+    async def _ask(self, call: recordings.RecordedCall, request: dict[str, Any], retry: int) -> tuple[int, Any]:
+        """The status, and the answer or the events of its stream, decoded."""
+        url = rollout_base_url(self.base, call.rollout_id) + call.path
+        gate = self.directory / "gates" / f"{call.rollout_id}-{call.seq}-{retry}"
+        headers = {ROLLOUT: call.rollout_id, SEQ: str(call.seq), GATE: str(gate)}
+        headers |= {"idempotency-key": call.model_call_id, "x-stainless-retry-count": str(retry)}
+        doomed = (call.rollout_id, call.seq) == DOOMED and not self.killed
+        events: list[Any] = []
+        async with self.client.stream("POST", url, json=request, headers=headers) as response:
+            if call.sse is None:
+                return response.status_code, decoded((await response.aread()).decode())
+            async for line in response.aiter_lines():
+                if not line:
+                    continue
+                events.append(decoded(line.removeprefix("data: ")))
+                # What was sent up to here has come, although the engine is still in the middle: it waits for the gate.
+                if len(events) == SHOWN_FIRST and doomed:
+                    await self._kill(response.headers[WORKER])
+                elif len(events) == SHOWN_FIRST:
+                    gate.touch()
+        return response.status_code, events
+
+    async def _kill(self, worker: str) -> None:
+        """Kill a worker in the middle of its generation, and wait until uvicorn has started another one."""
+        os.kill(int(worker), signal.SIGKILL)
+        self.killed = f"worker {worker} got SIGKILL in the middle of a generation, after {self.answered} answers"
+        known = set(self.workers)
+        await self._meet(WORKERS + 1)
+        self.killed += f"; uvicorn started {', '.join(self.workers - known)}"
+
+
+def plain(request: dict[str, Any]) -> dict[str, Any]:
+    """A recorded request as an agent sends it: without what was asked only to have ids and log-probs."""
+    request = dict(request)
+    captured = request.pop("return_token_ids", False)
+    request.pop("return_tokens_as_token_ids", None)
+    request.pop("stream_options", None)
+    if captured and "top_logprobs" not in request:  # who wants alternatives wants log-probs
+        request.pop("logprobs", None)
+    return request
+
+
+def decoded(text: str) -> Any:
+    """What is no JSON stays as it is: `[DONE]`, or the error of a server."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 async def read_rows(trainer: asyncio.subprocess.Process) -> list[Row]:
@@ -208,7 +253,7 @@ HEADINGS = (
 )
 
 
-def report(rows: list[Row], play: Play) -> int:
+def report(rows: list[Row], agents: Agents) -> int:
     """Print the table and the summary; the exit status."""
     rows.sort(key=lambda row: row.rollout)
     cells = [HEADINGS, *map(cells_of, rows)]
@@ -219,18 +264,17 @@ def report(rows: list[Row], play: Play) -> int:
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join(aligned).rstrip())
-    for row in rows:
-        for problem in row.problems:
-            print(f"{row.rollout}: {problem}", file=sys.stderr)
+    problems = [*agents.problems, *(f"{row.rollout}: {problem}" for row in rows for problem in row.problems)]
+    for problem in problems:
+        print(problem, file=sys.stderr)
     untrained: Counter[str] = Counter()
     for row in rows:
         untrained.update(row.untrained)
-    problems = sum(len(row.problems) for row in rows)
     exact = not problems and len(rows) == len(recordings.names()) and all(row.retired for row in rows)
     print(
-        f"{'exact' if exact else 'NOT EXACT'}: {len(rows)} rollouts, {play.answered} calls answered, "
-        f"{play.retried} of them asked again after the kill; {sum(row.captured for row in rows):,} sampled ids "
-        f"captured, {sum(row.delivered for row in rows):,} trained ({counted(untrained)}); {problems} problems"
+        f"{'exact' if exact else 'NOT EXACT'}: {len(rows)} rollouts, {agents.answered} calls answered, "
+        f"{agents.retried} of them asked again after the kill; {sum(row.captured for row in rows):,} sampled ids "
+        f"captured, {sum(row.delivered for row in rows):,} trained ({counted(untrained)}); {len(problems)} problems"
     )
     return 0 if exact else 1
 

@@ -1,94 +1,117 @@
-"""A model server of the demo: it answers with recorded bodies, and captures what it answers.
+"""The model server of the demo: an engine that answers with what was recorded, behind `CaptureMiddleware`.
 
-Reads one job per line of standard input, and writes one line when the call began and one when its answer may go out:
-when its record is durable.
+`uvicorn --factory scripts.demo_server:app --workers 2`: every worker is spawned and makes an `app()` of its own, which
+writes to the directory that `TOKCAP_DIR` names. A request says in two headers which recorded answer it wants.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
+import functools
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-import msgspec
-
 from tests import recordings
-from tokcap import process_sink, token_id_capture_config
-from tokcap.capture import capture_tokens, captured_call
-from tokcap.capture.shapes import StreamJoiner
+from tokcap.asgi import CaptureMiddleware
+from tokcap.config import close_process_endpoints
 
-__all__ = ("Job", "Line", "configuration", "main")
+__all__ = ("GATE", "ROLLOUT", "SEQ", "SHOWN_FIRST", "WORKER", "app", "events_told", "replay", "told")
 
+ROLLOUT, SEQ = "x-replay-rollout", "x-replay-seq"
+"""Headers of a request: which answer."""
+GATE = "x-replay-gate"
+"""Header of a request for a stream: a file. Generation goes on after the first events only once it exists."""
+SHOWN_FIRST = 3
+"""So many events are sent before that."""
+WORKER = "x-replay-worker"
+"""Header of an answer: the process that gives it."""
 
-class Job(msgspec.Struct, frozen=True):
-    """One recorded model call to be made."""
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-    rollout_id: str
-    seq: int
-    """Position of the call in its recording."""
-    model_call_id: str
-    retry_count: int = 0
-    hangs: bool = False
-    """Generation never ends, so that the server can be killed in the middle of it."""
-
-
-class Line(msgspec.Struct, frozen=True):
-    """What the server says of a job."""
-
-    model_call_id: str
-    rollout_id: str
-    answered: bool
+_GATE_LOOKS_S = 0.002
 
 
-def configuration(directory: str) -> dict[str, Any]:
-    """The configuration that servers and trainer share."""
-    return {"token_id_capture": {"enabled": True, "dir": directory}}
+def app() -> CaptureMiddleware:
+    """The engine as it is served. Its Responses and messages pass as they are, because so they were recorded."""
+    return CaptureMiddleware(replay, engine="vllm", engine_version="0.32.0", dialects="pass")
 
 
-async def serve(directory: str) -> None:
-    sink = process_sink(token_id_capture_config(configuration(directory)))
-    assert sink is not None
-    rollouts = {rollout.rollout_id: rollout for rollout in recordings.rollouts()}
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    async with asyncio.TaskGroup() as group:
-        while line := await reader.readline():
-            job = msgspec.json.decode(line, type=Job)
-            group.create_task(_answer(sink, job, rollouts[job.rollout_id].calls[job.seq]))
-    await sink.close()
-
-
-async def _answer(sink: Any, job: Job, recorded: recordings.RecordedCall) -> None:
-    async with captured_call(
-        sink,
-        job.rollout_id,
-        job.model_call_id,
-        choices=recorded.choices,
-        request=recorded.request,
-        path=recorded.path,
-        retry_count=job.retry_count,
-    ):
-        _say(job, answered=False)
-        if job.hangs:
-            await asyncio.Event().wait()
+async def replay(scope: Scope, receive: Receive, send: Send) -> None:
+    """The engine alone: an ASGI application that knows nothing of capture."""
+    if scope["type"] == "lifespan":
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        await close_process_endpoints()
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+    if ROLLOUT not in headers:  # /health
+        await _answer(send, 200, {})
+        return
+    request = json.loads(await _body(receive))
+    call = _recorded(headers[ROLLOUT]).calls[int(headers[SEQ])]
+    if call.sse is None:
         await asyncio.sleep(0)  # generation
-        if recorded.sse is None:
-            await capture_tokens(recorded.response, status=recorded.status)
-        else:
-            joiner = StreamJoiner(choices=recorded.choices)
-            for line in recorded.sse:
-                joiner.feed(f"{line}\n\n".encode())
-            await capture_tokens(joiner)
-    _say(job, answered=True)
+        await _answer(send, call.status, told(call.response or {}, request))
+        return
+    await _start(send, call.status, content_type="text/event-stream")
+    for number, event in enumerate(events_told(call.sse, request)):
+        while number == SHOWN_FIRST and not os.path.exists(headers[GATE]):
+            await asyncio.sleep(_GATE_LOOKS_S)
+        await send({"type": "http.response.body", "body": f"data: {json.dumps(event)}\n\n".encode(), "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-def _say(job: Job, *, answered: bool) -> None:
-    sys.stdout.write(msgspec.json.encode(Line(job.model_call_id, job.rollout_id, answered)).decode() + "\n")
-    sys.stdout.flush()
+def told(answer: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine says of a recorded answer, or of an event of one, if it is asked like this.
+
+    Ids and log-probs only on demand; those that were not recorded can't be had at all.
+    """
+    hidden: set[str] = set()
+    if request.get("return_token_ids") is not True:
+        hidden |= {"prompt_token_ids", "token_ids"}
+    if request.get("logprobs") is None or request["logprobs"] is False:  # 0 asks for those of the sampled ones
+        hidden.add("logprobs")
+    shown: dict[str, Any] = {key: None if key in hidden else value for key, value in answer.items()}
+    if "choices" in shown:
+        shown["choices"] = [told(choice, request) for choice in shown["choices"]]
+    return shown
 
 
-def main(directory: str) -> int:
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(directory))
-    return 0
+def events_told(sse: Iterable[str], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a recorded stream, without its `[DONE]`. Every recorded one ends with the usage."""
+    *events, usage = (json.loads(line.removeprefix("data: ")) for line in sse if line != "data: [DONE]")
+    if (request.get("stream_options") or {}).get("include_usage"):
+        events.append(usage)
+    else:  # then the event before is the last one, and tells what only the last one does
+        events[-1]["system_fingerprint"] = usage["system_fingerprint"]
+    return (told(event, request) for event in events)
+
+
+_recorded = functools.cache(recordings.load)
+
+
+async def _body(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+async def _answer(send: Send, status: int, answer: Mapping[str, Any]) -> None:
+    body = json.dumps(answer).encode()
+    await _start(send, status, content_type="application/json", content_length=str(len(body)))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _start(send: Send, status: int, **headers: str) -> None:
+    headers[WORKER] = str(os.getpid())
+    encoded = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": encoded})

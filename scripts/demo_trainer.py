@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ import msgspec
 import numpy as np
 
 from tests import recordings
-from tokcap import Build, TokenEntry, Trajectory, consume, process_source, token_id_capture_config
+from tokcap import Build, TokenEntry, Trajectory, consume, process_source
 from tokcap.arrays import FloatArray, IdArray
+from tokcap.config import config_from_environment
 from tokcap.delivery import Delivery
 from tokcap.trajectory import rebuild_from
 
-from .demo_server import configuration
+__all__ = ("Row", "main")
 
-__all__ = ("Row", "main", "original")
+Key = tuple[str, int]
+"""Identifies an answer in the recording and in the store: its id, which the agent saw, and the choice."""
 
 
 class Row(msgspec.Struct):
@@ -50,14 +52,9 @@ class Row(msgspec.Struct):
     problems: list[str] = []
 
 
-def original(model_call_id: str) -> str:
-    """The name of the recorded call, without the mark of a retry."""
-    return model_call_id.partition(".")[0]
-
-
-async def train(directory: str, handover: Path) -> None:
-    """Follow the `finish` notes until every recorded rollout came."""
-    source = process_source(token_id_capture_config(configuration(directory)))
+async def train(handover: Path) -> None:
+    """Follow the `finish` notes in the store that `TOKCAP_DIR` names, until every recorded rollout came."""
+    source = process_source(config_from_environment())
     expected = {rollout.rollout_id: rollout for rollout in recordings.rollouts()}
     async with consume(source, poll_s=0.05) as rollouts:
         async for rollout in rollouts:
@@ -97,25 +94,41 @@ def checked(rollout: Delivery, recorded: recordings.RecordedRollout) -> Row:
             if metrics[name]
         },
         flags=dict(Counter(flag for trajectory in with_tokens for flag in trajectory.flags)),
-        problems=[*wrong_captures(build, recorded), *wrong_trajectories(build, recorded)],
+        problems=[
+            *wrong_outcomes(build, recorded),
+            *wrong_captures(build, recorded),
+            *wrong_trajectories(build, recorded),
+        ],
     )
 
 
+def wrong_outcomes(build: Build, recorded: recordings.RecordedRollout) -> Iterator[str]:
+    """Every request that may generate has to be there with what became of it, and no other one.
+
+    Agents send the same idempotency key again when they ask again. A killed worker leaves the call `open`.
+    """
+    expected = {call.model_call_id: call.outcome for call in recorded.calls if call.generates}
+    found: dict[str, set[str]] = defaultdict(set)
+    for record in build.recorded.records:
+        found[record.idempotency_key].add(record.outcome)
+    for key in sorted(expected.keys() | found.keys()):
+        if found[key] - {"open"} != {expected.get(key)}:
+            yield f"{key} is {sorted(found[key])}, expected {expected.get(key, 'no trace')}"
+
+
 def wrong_captures(build: Build, recorded: recordings.RecordedRollout) -> Iterator[str]:
-    """Every answer whose ids were in a body has to be there, with the same ids and log-probs to the bit."""
-    expected = {(entry.model_call_id, entry.choice_index): entry for entry in recorded.entries}
-    found = {
-        (original(call.model_call_id), call.choice_index): (
-            build.recorded.prompt_token_ids(call),
-            call.generation_token_ids,
-            call.generation_log_probs,
-        )
-        for call in build.recorded.calls
-    }
-    yield from (f"{key} is not in both" for key in sorted(expected.keys() ^ found.keys()))
-    for key in expected.keys() & found.keys():
-        if not same_tokens(expected[key], *found[key]):
+    """Every answer whose ids were recorded has to be there, with the same ids and log-probs to the bit."""
+    expected = entries_by_key(recorded)
+    found = [((call.response_id, call.choice_index), call) for call in build.recorded.calls]
+    yield from (f"{key} is not in both" for key in sorted(expected.keys() ^ {key for key, _ in found}))
+    for key, call in found:
+        tokens = build.recorded.prompt_token_ids(call), call.generation_token_ids, call.generation_log_probs
+        if key in expected and not same_tokens(expected[key], *tokens):
             yield f"{key} was captured with other tokens"
+
+
+def entries_by_key(recorded: recordings.RecordedRollout) -> dict[Key, TokenEntry]:
+    return {(entry.response_id, entry.choice_index): entry for entry in recorded.entries}
 
 
 def same_tokens(entry: TokenEntry, prompt: IdArray, ids: IdArray, log_probs: FloatArray) -> bool:
@@ -128,26 +141,27 @@ def same_tokens(entry: TokenEntry, prompt: IdArray, ids: IdArray, log_probs: Flo
 
 def wrong_trajectories(build: Build, recorded: recordings.RecordedRollout) -> Iterator[str]:
     """Every trained id is trained once, after the context that the engine saw, with its log-prob."""
-    expected = {(entry.model_call_id, entry.choice_index): entry for entry in recorded.entries}
-    seen: Counter[tuple[str, int]] = Counter()
+    expected = entries_by_key(recorded)
+    answers = {call.model_call_id: call.response_id for call in build.recorded.calls}
+    seen: Counter[Key] = Counter()
     for trajectory in build.trained:
-        for key, start, end in trained_spans(trajectory):
+        for key, start, end in trained_spans(trajectory, answers):
             seen[key] += 1
             yield from wrong_span(expected[key], key, start, end, trajectory)
     yield from (f"{key} is trained {count} times" for key, count in seen.items() if count > 1)
     if recorded.shape != "edges":  # whose calls ask the same thing many times, and nobody says what was kept
         dropped = {call.model_call_id for call in recorded.calls if call.note.startswith("abandoned")}
-        missing = {key for key in expected if key[0] not in dropped} - seen.keys()
-        yield from (f"{key} is not trained" for key in sorted(missing))
+        kept = {key for key, entry in expected.items() if entry.model_call_id not in dropped}
+        yield from (f"{key} is not trained" for key in sorted(kept - seen.keys()))
 
 
-def trained_spans(trajectory: Trajectory) -> Iterator[tuple[tuple[str, int], int, int]]:
+def trained_spans(trajectory: Trajectory, answers: dict[str, str]) -> Iterator[tuple[Key, int, int]]:
     for span in trajectory.calls:
         if span.owned and span.trained:
-            yield (original(span.model_call_ids[0]), span.choice_index), span.start, span.end
+            yield (answers[span.model_call_ids[0]], span.choice_index), span.start, span.end
 
 
-def wrong_span(entry: TokenEntry, key: tuple[str, int], start: int, end: int, trajectory: Trajectory) -> Iterator[str]:
+def wrong_span(entry: TokenEntry, key: Key, start: int, end: int, trajectory: Trajectory) -> Iterator[str]:
     sequence = np.concatenate([entry.prompt_token_ids, entry.generation_token_ids])
     if not np.array_equal(trajectory.token_ids[:end], sequence) or start != len(entry.prompt_token_ids):
         yield f"{key} is trained after another context"
@@ -186,7 +200,7 @@ def wrong_file(path: Path, build: Build) -> list[str]:
     return [] if in_file == build.metrics["trained"] else [f"{path.name} holds {in_file} trained ids"]
 
 
-def main(directory: str, handover: Path) -> int:
+def main(handover: Path) -> int:
     handover.mkdir(mode=0o700, exist_ok=True)
-    asyncio.run(train(directory, handover))
+    asyncio.run(train(handover))
     return 0

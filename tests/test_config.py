@@ -1735,3 +1735,12 @@ def test_an_agent_is_not_looked_for_where_its_flag_cannot_be(tmp_path: Path) -> 
 @pytest.mark.parametrize("secret", [{"hunter2-secret"}, frozenset({"hunter2-secret"}), bytearray(b"hunter2-secret")])
 def test_secrets_in_sets_and_byte_arrays_are_not_shown_either(secret: Any) -> None:
     assert "hunter2" not in without_values(f"cannot connect with {secret!r}", secret)
+
+
+def test_the_directory_of_evaluation_records_is_refused_for_training_capture(tmp_path: Path) -> None:
+    def config(directory: str) -> dict[str, Any]:
+        return {"token_id_capture": {"enabled": True, "dir": directory}, "model_call_capture_dir": str(tmp_path)}
+
+    with pytest.raises(ConfigError, match="evaluation capture"):
+        token_id_capture_config(config(f"{tmp_path}//evaluation/"))
+    assert token_id_capture_config(config(str(tmp_path))).enabled

@@ -65,6 +65,7 @@ class TokenIdCaptureConfig(msgspec.Struct, frozen=True):
             logger.warning("token_id_capture.sink_kwargs has no effect without token_id_capture.sink")
         if block.dir is not None:
             _check_directory(f"{TOKEN_ID_CAPTURE_BLOCK}.dir", block.dir)
+            self._refuse_evaluation_directory(block.dir)
         elif self.model_call_capture_dir is not None:
             _check_directory(
                 "model_call_capture_dir (the directory, as token_id_capture.dir is not set)",
@@ -75,6 +76,16 @@ class TokenIdCaptureConfig(msgspec.Struct, frozen=True):
                 "token_id_capture.enabled is true, but there is nowhere to write: set token_id_capture.dir to an "
                 "absolute path on a local disk, or token_id_capture.sink; or install_token_sink(...) in this process "
                 "beforehand; or set token_id_capture.rebuild_response: false if a framework writes and reads by itself"
+            )
+
+    def _refuse_evaluation_directory(self, directory: str) -> None:
+        if self.model_call_capture_dir is None:
+            return
+        evaluation = os.path.join(self.model_call_capture_dir, "evaluation")
+        if os.path.normpath(directory) == os.path.normpath(evaluation):
+            raise ConfigError(
+                f"{TOKEN_ID_CAPTURE_BLOCK}.dir is {shown(directory)}, where evaluation capture keeps its records "
+                "(model_call_capture_dir); give training capture another directory"
             )
 
     @property

@@ -131,10 +131,11 @@ class ResponsesStream:
 
 
 class MessagesStream:
-    """`/v1/messages`: no ids in any event; only id, model and usage are kept."""
+    """`/v1/messages`: no ids in any event; id, model, usage, and what blocks there are, are kept."""
 
     def __init__(self) -> None:
         self._message: dict[str, Any] = {}
+        self._blocks: list[Any] = []
         self._finished = False
 
     def add(self, event: dict[str, Any]) -> None:
@@ -145,6 +146,8 @@ class MessagesStream:
             message = as_dict(event.get("message"))
             usage = {**usage, **as_dict(message.get("usage"))}
             self._message = dict(message)
+        if kind == "content_block_start":
+            self._blocks.append(event.get("content_block"))
         if kind == "message_delta":
             self._message.update(as_dict(event.get("delta")))
         self._message["usage"] = usage
@@ -155,5 +158,5 @@ class MessagesStream:
         return self._finished
 
     def answer(self) -> dict[str, Any]:
-        """What is known of the message."""
-        return self._message
+        """What is known of the message; its blocks as they began, without their text."""
+        return {**self._message, "content": self._blocks} if self._blocks else self._message

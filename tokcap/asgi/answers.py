@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from ..capture.answer import error_status
 from ..capture.shapes import EventSplitter, StreamJoiner, decode_json
 from .call import Call
 from .coding import Coding
@@ -61,6 +62,7 @@ class CapturedAnswer:
         self._start: dict[str, Any] = {}
         self._headers: Headers = []
         self._mode: Literal["", "whole", "stream", "opaque"] = ""
+        self._take = self._opaque
         self._coding = Coding(b"")
         self._parts: list[bytes] = []
         self._splitter = EventSplitter()
@@ -85,7 +87,7 @@ class CapturedAnswer:
             await self._send(message)
         elif not self.ended:
             data, more = bytes(message.get("body") or b""), bool(message.get("more_body", False))
-            await {"whole": self._whole, "stream": self._streamed, "opaque": self._opaque}[self._mode](data, more)
+            await self._take(data, more)
 
     async def finish(self) -> None:
         """The application has returned or raised: what it left unsaid is judged as it is, and what is held goes out."""
@@ -123,10 +125,10 @@ class CapturedAnswer:
         kind = _value(self._headers, b"content-type").partition(b";")[0].strip().lower()
         self._coding = Coding(_value(self._headers, b"content-encoding"))
         if 200 <= self.status < 300 and self._coding.known and kind == b"text/event-stream":
-            self._mode = "stream"
+            self._mode, self._take = "stream", self._streamed
             self._headers = [header for header in self._headers if header[0] != b"content-length"]
         elif self.status >= 300 or not kind or kind.endswith((b"/json", b"+json")):
-            self._mode = "whole"
+            self._mode, self._take = "whole", self._whole
         else:
             self._mode = "opaque"
 
@@ -171,15 +173,13 @@ class CapturedAnswer:
             try:
                 body = self._rewritten(body, payload)
             except Exception as error:
-                logger.exception(
-                    "call %s: the answer passes as the engine gave it: %r", self._call.model_call_id, error
-                )
+                self._log_unchanged(error)
         elif self._translation is not None:
             body = self._coding.encode(encode_json(self._translation.failure(None, self.status)), last=True)
         else:
             self.seen = payload
         await self._send_start(len(body) if self._start_has_length() else None)
-        await self._send_body(body, more=False, content=True)
+        await self._send_body(body, more=False)
 
     def _start_has_length(self) -> bool:
         return bool(_value(self._headers, b"content-length"))
@@ -197,11 +197,12 @@ class CapturedAnswer:
         return payload, "the answer is JSON of another kind"
 
     def _rewritten(self, body: bytes, payload: Any) -> bytes:
-        if self.status >= 400:
+        failed = self.status if self.status >= 400 else error_status(payload)
+        if failed is not None:
             if self._translation is None:
                 self.seen = payload
                 return body
-            self.seen = self._translation.failure(payload, self.status)
+            self.seen = self._translation.failure(payload, failed or 500)
         else:
             self.seen = self._stripper.answer(payload)
             if self._translation is not None:
@@ -238,7 +239,7 @@ class CapturedAnswer:
             event = self._joiner.feed_data(name, payload)
             if event is not None:
                 piece.content = has_content(event)
-                piece.event, piece.name = event, name
+                piece.event = event
                 self._stripper.learn(event)
         # The end begins with the last finish reason, or with an error.
         if self._held or self._joiner.finished or self._joiner.error is not None or self._joiner.done:
@@ -249,6 +250,7 @@ class CapturedAnswer:
     async def _record_stream(self) -> None:
         self._recorded = True
         await self._call.streamed(self._joiner, self._headers)
+        self.seen = _joined(self._joiner)
 
     async def _release(self, *, more: bool) -> None:
         held, self._held = self._held, []
@@ -260,26 +262,35 @@ class CapturedAnswer:
             data += self._translation.end(complete=self._joiner.finished)
         if data or not more:
             data = self._coding.encode(data, last=not more)
-        if not more and self.seen is None:
-            self.seen = _joined(self._joiner)
         await self._send_body(data, more=more, content=any(piece.content for piece in pieces))
 
     def _shown(self, pieces: list[_Piece]) -> list[bytes]:
         """What the client sees of these pieces."""
         if not self._changes:
             return [piece.raw for piece in pieces]
-        shown: list[bytes] = []
+        shown = []
         for piece in pieces:
-            if piece.event is None:
-                shown.append(piece.raw if self._translation is None else self._translation.aside(piece.raw))
-                continue
-            event = self._stripper.chunk(piece.event)
-            if self._translation is not None:
-                # Usage is part of the other dialects' own end of a stream.
-                shown.append(self._translation.chunk(piece.event if event is None else event))
-            elif event is not None:
-                shown.append(_event_bytes(piece, event) if self._stripper.changed else piece.raw)
+            try:
+                shown.append(self._shown_piece(piece))
+            except Exception as error:
+                self._log_unchanged(error)
+                shown.append(piece.raw)
         return shown
+
+    def _shown_piece(self, piece: _Piece) -> bytes:
+        if piece.event is None:
+            return piece.raw if self._translation is None else self._translation.aside(piece.raw)
+        event = self._stripper.chunk(piece.event)
+        if self._translation is not None:
+            # Usage is part of the other dialects' own end of a stream.
+            return self._translation.chunk(piece.event if event is None else event)
+        if event is None:
+            return b""
+        return _event_bytes(piece.raw, event) if self._stripper.changed else piece.raw
+
+    def _log_unchanged(self, error: Exception) -> None:
+        """What is wrong in our own changes must not cost the client its answer."""
+        logger.exception("call %s: passed as the engine answered: %r", self._call.model_call_id, error)
 
     # ---- anything else
 
@@ -293,18 +304,20 @@ class CapturedAnswer:
 class _Piece:
     """Bytes of a stream: an event, or what stands between events."""
 
-    __slots__ = ("content", "event", "name", "raw")
+    __slots__ = ("content", "event", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self.event: Any = None
-        self.name = ""
         self.content = False
 
 
-def _event_bytes(piece: _Piece, event: Any) -> bytes:
-    name = f"event: {piece.name}\n".encode() if piece.name else b""
-    return name + b"data: " + encode_json(event, piece.raw) + b"\n\n"
+def _event_bytes(raw: bytes, event: Any) -> bytes:
+    """The bytes of an event with other data."""
+    head = b""
+    if not raw.startswith(b"data:"):
+        head = b"".join(line for line in raw.splitlines(keepends=True) if line.strip() and not line.startswith(b"data"))
+    return head + b"data: " + encode_json(event, raw) + b"\n\n"
 
 
 def has_content(event: Any) -> bool:

@@ -168,7 +168,7 @@ class Asked(msgspec.Struct):
         return bool(self.nulls or self.removes or self.drops or self.echoes)
 
 
-def gives_ids(server: Server, dialect: Dialect) -> bool:
+def gives_ids(dialect: Dialect) -> bool:
     """Whether answers of this dialect can carry ids; messages and Responses can't, on any engine."""
     return dialect not in ("messages", "responses")
 

@@ -1,20 +1,22 @@
-"""An answer that only evaluation capture looks at: everything passes at once and as it is."""
+"""A request that only evaluation capture looks at: everything passes at once and as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
+from ..capture.request import requested_choices
 from ..capture.shapes import EventSplitter, StreamJoiner, decode_json
 from .answers import has_content
+from .client import Client, decoded
 from .coding import Coding
+from .refusals import RefusalError
+from .request import Application, Request, Send, decoded_request
 
 if TYPE_CHECKING:
-    from ..evaluation import CallObservation
+    from ..evaluation import CallObservation, EvaluationRecorder
 
-__all__ = ("ObservedAnswer",)
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+__all__ = ("ObservedAnswer", "observe")
 
 _MOST_BYTES = 64 * 2**20
 """Of an answer that is kept to be summarised; a longer one is counted only."""
@@ -73,3 +75,32 @@ class ObservedAnswer:
             if has_content(event):
                 self._observation.first_token()
         self.error = self._joiner.error
+
+
+async def observe(request: Request, app: Application, recorder: EvaluationRecorder, limit: int) -> None:
+    """Evaluation capture alone: nothing is changed, held or refused; what passes is summarised.
+
+    limit: bytes of a body that are looked at; a larger one passes unseen.
+    """
+    client = Client(request.receive)
+    try:
+        body = await client.read(request.headers, limit)
+        content = decoded_request(decoded(body, request.header(b"content-encoding"), limit))
+    except RefusalError:
+        # Too large, or of an encoding that only the application knows.
+        await app(request.scope, client.replay, request.send)
+        return
+    observation = request.observed_by(recorder, uuid4().hex, content, len(body), training=False)
+    assert observation is not None
+    answer = ObservedAnswer(request.send, observation, choices=requested_choices(content))
+    client.listen()
+    error: BaseException | None = None
+    try:
+        await app(request.scope, client.receive, answer.send)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        gone = client.gone
+        await client.close()
+        await observation.end(answer=answer.seen(), error=error or answer.error, client_gone=gone)

@@ -124,7 +124,7 @@ class Routes:
         generating = next((table[path] for table in _tables(_GENERATING, engine) if path in table), None)
         said = self._added.get(f"{method} {path}")
         if said is not None:
-            return Route(said == "generating", generating or "other")
+            return Route(said == "generating", generating or _dialect_by_end(path))
         if method == "PUT" and generating == "native-generate":
             return Route(True, generating)
         if method != "POST":
@@ -139,6 +139,15 @@ class Routes:
 
 def _tables(tables: dict[str, _T], engine: str) -> Iterator[_T]:
     return iter((tables[engine],) if engine in tables else tables.values())
+
+
+def _dialect_by_end(path: str) -> Dialect:
+    """Of a route that only the configuration knows: that of the route by whose path it ends, as behind a gateway."""
+    ends = (
+        known for known in (*_OPENAI, "/v1/messages", "/inference/v1/generate", "/generate") if path.endswith(known)
+    )
+    longest = max(ends, key=len, default="")
+    return next((table[longest] for table in _GENERATING.values() if longest in table), "other")
 
 
 def _cancels(path: str) -> bool:

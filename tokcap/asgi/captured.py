@@ -1,0 +1,236 @@
+"""Training capture of one request: intent, engine, record, answer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import UntranslatableError
+from ..protocol import TokenSink
+from .answers import CapturedAnswer
+from .asks import Asked, asked_of, gives_ids
+from .call import Call
+from .client import Client, decoded
+from .editing import with_members
+from .known import idempotency_key, is_multimodal, retry_count
+from .refusals import RefusalError
+from .request import Application, Request, Serving, decoded_request
+from .routes import CHAT_PATH
+from .translation import Translation, translation_of
+
+if TYPE_CHECKING:
+    from ..evaluation import EvaluationRecorder
+
+__all__ = ("CapturedRequest",)
+
+
+class CapturedRequest:
+    """One request whose answer is captured."""
+
+    def __init__(self, request: Request, serving: Serving) -> None:
+        self._request = request
+        self._serving = serving
+        self._settings = serving.settings
+
+    async def capture(self, sink: TokenSink, recorder: EvaluationRecorder | None) -> None:
+        """Intent, request, answer, record. Raises `RefusalError` before anything was handed to the application."""
+        if not self._request.server.admits(self._request.headers):
+            # As vLLM says it itself.
+            said = {"error": "Unauthorized"} if self._request.server.engine == "vllm" else None
+            raise RefusalError(401, "the request shows no key that this server accepts", body=said)
+        client = Client(self._request.receive)
+        limit = self._settings.max_body_bytes
+        body = await client.read(self._request.headers, limit)
+        body = decoded(body, self._request.header(b"content-encoding"), limit)
+        request = decoded_request(body)
+        translation = self._translation(request)
+        asked = self._asked(request, translation)
+        call = self._call(client, sink, asked, request, translation)
+        client.body = self._inner_body(body, request, asked, translation)
+        observation = self._request.observed_by(recorder, call.model_call_id, request, len(body), training=True)
+        answer = CapturedAnswer(
+            call,
+            self._request.send,
+            choices=call.choices,
+            call_id_header=self._settings.call_id_header,
+            translation=translation,
+            observation=observation,
+            fingerprint=self._serving.fingerprint,
+        )
+        # Of a path with a trailing slash servers make a redirect, which is to leave no trace: its intent waits until
+        # the application asks for the body.
+        late = self._request.path.endswith("/") and self._request.path != "/"
+        client.listen()
+        error: BaseException | None = None
+        try:
+            if not late:
+                await call.admit()
+            scope = self._inner_scope(client, translation)
+            if self._request.server.keeps_metadata:
+                call.engine_state = scope.setdefault("state", {})
+            await Exchange(call, client, answer, late).run(self._serving.app, scope)
+        except BaseException as raised:
+            error = raised
+            if observation is not None and isinstance(raised, RefusalError):
+                observation.status(raised.status)
+            raise
+        finally:
+            gone = client.gone
+            await client.close()
+            self._serving.fingerprint = answer.fingerprint
+            if observation is not None:
+                await observation.end(
+                    answer=answer.seen,
+                    error=error or answer.error,
+                    outcome=call.outcome,
+                    detail=call.reason,
+                    client_gone=gone,
+                )
+
+    def _translation(self, request: dict[str, Any] | None) -> Translation | None:
+        if (
+            request is None
+            or self._settings.dialects == "pass"
+            or gives_ids(self._request.server, self._request.route.dialect)
+        ):
+            return None
+        try:
+            return translation_of(self._request.route.dialect, request)
+        except UntranslatableError as error:
+            if self._settings.untranslatable == "pass":
+                return None
+            raise RefusalError(
+                422,
+                f"this engine gives no token ids for this dialect, and the request has no faithful chat form: {error}; "
+                "ask for a chat completion, or set tokcap_serving.untranslatable to pass, which loses the call",
+            ) from error
+
+    def _asked(self, request: dict[str, Any] | None, translation: Translation | None) -> Asked:
+        if request is None:
+            return Asked({}, [], [], set())
+        if translation is not None:
+            asked = asked_of(self._request.server, "chat", translation.chat_request)
+        else:
+            known = self._serving.fingerprint is not msgspec.UNSET
+            streams = True if self._request.path.rstrip("/").endswith("_stream") else None
+            dialect = self._request.route.dialect
+            asked = asked_of(self._request.server, dialect, request, streams=streams, fingerprint_known=known)
+        for key, value in self._settings.sampling_overrides.items():
+            asked.members[key] = value
+        return asked
+
+    def _inner_body(
+        self, body: bytes, request: dict[str, Any] | None, asked: Asked, translation: Translation | None
+    ) -> bytes:
+        if translation is not None:
+            chat = translation.chat_request
+            return with_members(b"", chat, asked.members) if asked.members else with_members(b"", {}, chat)
+        return body if request is None else with_members(body, request, asked.members)
+
+    def _call(
+        self,
+        client: Client,
+        sink: TokenSink,
+        asked: Asked,
+        request: dict[str, Any] | None,
+        translation: Translation | None,
+    ) -> Call:
+        server = self._request.server
+        extra: dict[str, Any] = {}
+        if server.engine:
+            extra["engine"] = {"name": server.engine, "version": server.version}
+        if is_multimodal(request):
+            extra["multimodal"] = True
+        if translation is not None:
+            extra["translated_from"] = self._request.route.dialect
+        effective = None if request is None else {**request, **self._settings.sampling_overrides}
+        return Call(
+            self._request.url,
+            self._request.route,
+            client,
+            sink,
+            asked,
+            self._serving.policy.stamp(),
+            self._serving.metrics,
+            {
+                "request": effective,
+                "path": self._request.path,
+                "retry_count": retry_count(self._request.headers),
+                "idempotency_key": idempotency_key(self._request.headers),
+                "sampling": {**server.sampling_defaults, "logprobs_mode": server.logprobs_mode},
+                "response_id": "" if translation is None else translation.response_id,
+                "extra": extra,
+            },
+        )
+
+    def _inner_scope(self, client: Client, translation: Translation | None) -> dict[str, Any]:
+        """The scope of the application: the body is plain and of a known length, the answer is to be so, too."""
+        dropped = (b"content-length", b"transfer-encoding", b"content-encoding", b"accept-encoding")
+        headers = [header for header in self._request.headers if header[0] not in dropped]
+        headers += [(b"content-length", str(len(client.body)).encode()), (b"accept-encoding", b"identity")]
+        scope = {**self._request.scope, "headers": headers}
+        extensions = scope.get("extensions")
+        if extensions:  # what would pass by the messages of an answer
+            scope["extensions"] = {key: extensions[key] for key in extensions if not key.startswith("http.response.")}
+        if translation is not None:
+            scope["path"] = self._request.url.path_root + CHAT_PATH
+            scope["raw_path"] = self._request.url.root + CHAT_PATH.encode()
+        return scope
+
+
+class Exchange:
+    """The application answering one captured call."""
+
+    def __init__(self, call: Call, client: Client, answer: CapturedAnswer, late: bool) -> None:
+        self._call = call
+        self._client = client
+        self._answer = answer
+        self._late = late
+        self._refusal: RefusalError | None = None
+
+    async def run(self, app: Application, scope: dict[str, Any]) -> None:
+        """Ask the application. Raises what it raises, and `RefusalError` if a late intent could not be written."""
+        error: BaseException | None = None
+        try:
+            await app(scope, self._receive, self._reply)
+        except BaseException as raised:
+            error = raised
+        if self._refusal is not None:
+            raise self._refusal
+        try:
+            if isinstance(error, asyncio.CancelledError):
+                with suppress(asyncio.CancelledError):  # again, by a cancel scope; the writes go on
+                    await self._answer.abandon()
+            else:
+                await self._close(error)
+        finally:
+            await self._call.end(error)
+        if error is not None:
+            raise error
+
+    async def _close(self, error: BaseException | None) -> None:
+        if error is not None:
+            await self._call.failed(error)
+        await self._answer.finish()
+        if error is None:
+            await self._call.unanswered()
+        if self._client.gone:
+            await self._call.delivered("partly" if self._answer.partly_sent else "no")
+        elif self._answer.ended:
+            await self._call.delivered("full")
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._late and not self._client.body_taken:
+            try:
+                await self._call.admit()
+            except RefusalError as refusal:
+                self._refusal = refusal
+                return {"type": "http.disconnect"}
+        return await self._client.receive()
+
+    async def _reply(self, message: dict[str, Any]) -> None:
+        if self._refusal is None:
+            await self._answer.send(message)

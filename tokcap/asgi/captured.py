@@ -91,11 +91,7 @@ class CapturedRequest:
                 )
 
     def _translation(self, request: dict[str, Any] | None) -> Translation | None:
-        if (
-            request is None
-            or self._settings.dialects == "pass"
-            or gives_ids(self._request.server, self._request.route.dialect)
-        ):
+        if request is None or self._settings.dialects == "pass" or gives_ids(self._request.route.dialect):
             return None
         try:
             return translation_of(self._request.route.dialect, request)

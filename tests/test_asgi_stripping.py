@@ -55,21 +55,24 @@ def by_choice(events: list[Any]) -> dict[Any, list[Any]]:
     return found
 
 
-# What these pairs ask isn't what capture asks: `echo` of ids is left alone, continuous usage is kept off, and where a grammar
-# begins behind the reasoning that is not asked for, either.
-OTHERWISE = [
-    pair for pair in ALL if pair[1].startswith(("no-parser/echo/token-ids", "no-parser/echo-ids-as-tokens"))
-] + [
-    (file, name)
-    for file, name in ALL
-    if (
-        "no-reasoning/tools-auto" not in name
-        and name.split("/", 1)[1].startswith(
-            ("client-continuous-usage-only", "no-reasoning/json-schema", "no-reasoning/tools-")
-        )
+# What these pairs ask isn't what capture asks: `echo` of ids is left alone, continuous usage is kept off, and so are
+# the calls in which a grammar begins behind the reasoning that the client did not ask for.
+ECHOES_OF_IDS = ("no-parser/echo/token-ids", "no-parser/echo-ids-as-tokens")
+ASKED_OTHERWISE = ("client-continuous-usage-only", "no-reasoning/json-schema", "no-reasoning/tools-")
+
+
+def is_asked_otherwise(name: str) -> bool:
+    server, _, what = name.partition("/")
+    if "no-reasoning/tools-auto" in name:
+        return False
+    return (
+        name.startswith(ECHOES_OF_IDS)
+        or what.startswith(ASKED_OTHERWISE)
+        or (server == "no-parser" and what.startswith("no-reasoning"))
     )
-    or name.startswith("no-parser/no-reasoning")
-]
+
+
+OTHERWISE = [pair for pair in ALL if is_asked_otherwise(pair[1])]
 # The engine itself cut this stream into other chunks the second time.
 OTHER_CHUNKS = [("chat", "force-include-usage/plain/stream"), ("chat", "force-include-usage/coalesced/stream")]
 

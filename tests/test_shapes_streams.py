@@ -318,3 +318,77 @@ def test_joining_changes_no_event_that_it_was_given() -> None:
 def test_stream_of_nothing_is_an_empty_answer() -> None:
     assert StreamJoiner().answer() == {}
     assert parse_answer(StreamJoiner().answer()).evidence == "none"
+
+
+# ---- the bytes of events
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10_000])
+def test_the_bytes_of_all_events_are_the_stream(line_end: bytes, size: int) -> None:
+    data = b": hello\n\nevent: a\ndata: 1\n: inside\ndata: 2\n\n\n: a comment\ndata: {}\n\nid: 7\n\ndata: [DONE]\n\n"
+    data = (data + b"data: left").replace(b"\n", line_end)
+    splitter = EventSplitter()
+    pieces = [piece for start in range(0, len(data), size) for piece in splitter.feed_raw(data[start : start + size])]
+    pieces += splitter.end_raw()
+    assert b"".join(raw for _, _, raw in pieces) == data
+    events = [(name, payload) for name, payload, _ in pieces if payload is not None]
+    assert events == [("a", b"1\n2"), ("", b"{}"), ("", b"[DONE]"), ("", b"left")]
+
+
+def test_a_comment_between_events_does_not_wait_for_the_next_one() -> None:
+    splitter = EventSplitter()
+    assert list(splitter.feed_raw(b": keep-alive\n")) == [("", None, b": keep-alive\n")]
+    assert list(splitter.feed_raw(b"\ndata: 1\n: not now\n")) == [("", None, b"\n")]
+    assert list(splitter.feed_raw(b"\n")) == [("", b"1", b"data: 1\n: not now\n\n")]
+
+
+# ---- log-probs whose chunk was never sent, as in chat streams of SGLang
+
+
+def counted(tokens: int, *entries: dict[str, Any]) -> dict[str, Any]:
+    """A chunk with log-probs of the last tokens of those that were sampled so far, and without ids."""
+    logprobs = {"content": list(entries)} if entries else None
+    return chunk(part(delta={"content": "x"}, logprobs=logprobs), usage={"completion_tokens": tokens})
+
+
+def late_ids(count: int) -> list[dict[str, Any]]:
+    return [
+        chunk(part(**FINISH)),
+        {**HEAD, "choices": [], "sglext": {"input_ids": PROMPT, "output_ids": [list(range(100, 100 + count))]}},
+    ]
+
+
+def entry(log_prob: float) -> dict[str, Any]:
+    return {"token": "x", "logprob": log_prob, "bytes": None, "top_logprobs": []}
+
+
+@pytest.mark.parametrize(
+    ("events", "log_probs"),
+    [
+        # the stop token at the end
+        ([counted(1, entry(-1.0)), counted(2, entry(-2.0)), counted(3)], [-1.0, -2.0, None]),
+        # a step without text in the middle, one at the beginning, two at once
+        ([counted(1, entry(-1.0)), counted(3, entry(-3.0))], [-1.0, None, -3.0]),
+        ([counted(3, entry(-3.0))], [None, None, -3.0]),
+        ([counted(1, entry(-1.0)), counted(4, entry(-3.0), entry(-4.0))], [-1.0, None, -3.0, -4.0]),
+        ([counted(1, entry(-1.0)), counted(2)], [-1.0, None]),
+    ],
+)
+def test_a_count_in_every_chunk_tells_whose_log_probs_are_missing(
+    events: list[dict[str, Any]], log_probs: list[float | None]
+) -> None:
+    choice = only_choice(joined([*events, *late_ids(len(log_probs))]))
+    assert choice.generation_log_probs == log_probs
+
+
+def test_without_a_count_all_log_probs_are_unknown() -> None:
+    events = [counted(1, entry(-1.0)), counted(2, entry(-2.0))]
+    del events[1]["usage"]
+    assert only_choice(joined([*events, *late_ids(3)])).generation_log_probs == [None, None, None]
+
+
+def test_a_count_that_contradicts_the_log_probs_is_no_guess() -> None:
+    events = [counted(2, entry(-1.0), entry(-2.0)), counted(2, entry(-3.0))]
+    with pytest.raises(UnusableAnswerError, match="3 log-probs"):
+        parse_answer(joined([*events, *late_ids(2)]).answer())

@@ -162,7 +162,7 @@ class ChunkedAnswer:
             index = index if type(index) is int else position
             self._choices.setdefault(index, _Choice(index)).add(part, sampled)
         for key, value in chunk.items():
-            if key == "choices" or value is None:
+            if key == "choices" or value is None or (key == "usage" and self._is_interim(parts)):
                 continue
             known = self._root.get(key)
             if key == "prompt_token_ids" and known is not None:
@@ -173,6 +173,10 @@ class ChunkedAnswer:
                 self._root[key] = {**known, **value}
             else:
                 self._root[key] = value
+
+    def _is_interim(self, parts: list[Any]) -> bool:
+        """Whether the usage of a chunk is only that of one choice, or only that so far (`continuous_usage_stats`)."""
+        return bool(parts) and not (len(self._choices) == 1 and as_dict(parts[-1]).get("finish_reason") is not None)
 
     def finished(self, choices: int) -> bool:
         """Whether each of `choices` choices has a finish reason."""

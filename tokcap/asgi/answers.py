@@ -238,7 +238,7 @@ class CapturedAnswer:
         if payload is not None:
             event = self._joiner.feed_data(name, payload)
             if event is not None:
-                piece.content = has_content(event)
+                piece.content = self._observation is not None and has_content(event)
                 piece.event = event
                 self._stripper.learn(event)
         # The end begins with the last finish reason, or with an error.

@@ -5,7 +5,7 @@ The rules are checked against pairs of recorded exchanges, with and without what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ class Stripper:
         self.changed = False
         """Whether the answer or the event that came last was changed."""
         self._asked = asked
+        self._nulls, self._removes = _grouped(asked.nulls), _grouped(asked.removes)
         self._usage_is_forced = False
         self._echoed: set[int] = set()
 
@@ -83,7 +84,7 @@ class Stripper:
 
     def _echo(self, payload: dict[str, Any]) -> None:
         """Put the prompt before the text of each choice; in a stream before its first one."""
-        for choice in _choices(payload):
+        for choice in _owners(payload, "choices"):
             index, text = choice.get("index"), choice.get("text")
             if type(index) is int and index >= 0 and isinstance(text, str) and index not in self._echoed:
                 self._echoed.add(index)
@@ -93,22 +94,23 @@ class Stripper:
                     self.changed = True
 
     def _strip(self, payload: dict[str, Any]) -> None:
-        for place in self._asked.nulls:
-            for owner, key in _owners(payload, place):
-                if owner.get(key) is not None:
-                    owner[key] = None
-                    self.changed = True
-        for place in self._asked.removes:
-            for owner, key in _owners(payload, place):
-                if key in owner:
-                    del owner[key]
-                    self.changed = True
-            outer = place.rpartition(".")[0]
-            if outer and outer != "choices" and payload.get(outer) == {}:
+        for outer, keys in self._nulls.items():
+            for owner in _owners(payload, outer):
+                for key in keys:
+                    if owner.get(key) is not None:
+                        owner[key] = None
+                        self.changed = True
+        for outer, keys in self._removes.items():
+            for owner in _owners(payload, outer):
+                for key in keys:
+                    if key in owner:
+                        del owner[key]
+                        self.changed = True
+            if outer not in ("", "choices") and payload.get(outer) == {}:
                 del payload[outer]
         if "continuous" in self._asked.drops and payload.get("choices") and payload.get("usage") is not None:
             # SGLang builds the chunks of tool calls in another way than those of text.
-            if any("tool_calls" in (choice.get("delta") or ()) for choice in _choices(payload)):
+            if any("tool_calls" in (choice.get("delta") or ()) for choice in _owners(payload, "choices")):
                 payload["usage"] = None
             else:
                 del payload["usage"]
@@ -116,30 +118,33 @@ class Stripper:
         if self._asked.echoes:
             self._echo(payload)
         if "reasoning" in self._asked.drops:
-            for choice in _choices(payload):
+            for choice in _owners(payload, "choices"):
                 for name in ("message", "delta"):
                     if isinstance(choice.get(name), dict):
                         choice[name] = _without_reasoning(choice[name], streamed=name == "delta")
                         self.changed = True
 
 
-def _choices(payload: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    choices = payload.get("choices")
-    return (choice for choice in choices if isinstance(choice, dict)) if isinstance(choices, list) else iter(())
+def _grouped(places: list[str]) -> dict[str, list[str]]:
+    """The members to be looked at, by what they stand in: nothing (the root), `choices`, or another member."""
+    found: dict[str, list[str]] = {}
+    for place in places:
+        outer, _, key = place.rpartition(".")
+        found.setdefault(outer, []).append(key)
+    return found
 
 
-def _owners(payload: dict[str, Any], place: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The objects in which the last member of a place stands, and its name."""
-    outer, _, key = place.rpartition(".")
+def _owners(payload: dict[str, Any], outer: str) -> list[dict[str, Any]]:
+    """The objects in which such members stand."""
     if not outer:
-        yield payload, key
-    elif outer == "choices":
-        for choice in _choices(payload):
-            yield choice, key
-    elif isinstance(payload.get(outer), dict):
-        # What was joined of a stream refers to this one.
-        payload[outer] = dict(payload[outer])
-        yield payload[outer], key
+        return [payload]
+    value = payload.get(outer)
+    if outer == "choices":
+        return [choice for choice in value if isinstance(choice, dict)] if isinstance(value, list) else []
+    if not isinstance(value, dict):
+        return []
+    payload[outer] = dict(value)  # what was joined of a stream refers to the other one
+    return [payload[outer]]
 
 
 def _is_usage(event: Any) -> bool:

@@ -29,7 +29,9 @@ __all__ = (
     "TokcapError",
     "UnsafeDirectoryError",
     "UnsafeFilesystemError",
+    "UntranslatableError",
     "UnusableAnswerError",
+    "UpstreamError",
 )
 
 
@@ -64,6 +66,14 @@ class UnusableAnswerError(TokcapError, ValueError):
     """An answer of a model server from which no exact record can be made; says which ids or log-probs are wrong."""
 
 
+class UntranslatableError(TokcapError, ValueError):
+    """A request in another dialect that can't be asked as a chat request without a loss; says which field, and why."""
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
 # ---- what the state of the rollout forbids
 
 
@@ -92,6 +102,15 @@ class BusyError(TokcapError, TimeoutError):
 
 class CaptureError(TokcapError, RuntimeError):
     """A model call can't be captured: its intent can't be written."""
+
+
+class UpstreamError(TokcapError, ConnectionError):
+    """The engine behind the proxy can't be reached, or broke off its answer."""
+
+    def __init__(self, message: str, *, sent: bool = False) -> None:
+        super().__init__(message)
+        self.sent = sent
+        """Whether it may have got the request, or a part of it. If not, it can't have sampled anything."""
 
 
 class MaskFractionError(TokcapError, RuntimeError):

@@ -94,7 +94,7 @@ class CapturedRequest:
         if request is None or self._settings.dialects == "pass" or gives_ids(self._request.route.dialect):
             return None
         try:
-            return translation_of(self._request.route.dialect, request)
+            return translation_of(self._request.route.dialect, request, self._request.scope.get("app"))
         except UntranslatableError as error:
             if self._settings.untranslatable == "pass":
                 return None

@@ -55,9 +55,18 @@ class Translation:
         return b"".join(self._stream.end())
 
 
-def translation_of(dialect: str, request: Mapping[str, Any]) -> Translation | None:
-    """For a dialect that carries no ids; None for others. Raises `UntranslatableError`."""
-    from ..dialects import dialect_of
+def translation_of(dialect: str, request: Mapping[str, Any], application: Any = None) -> Translation | None:
+    """For a dialect that carries no ids; None for others. Raises `UntranslatableError`.
 
+    application: that of the server, as vLLM's shows what its own route does with system messages between others (which
+    not every template takes), and with thinking that is switched off.
+    """
+    from ..dialects import MessagesDialect, dialect_of
+
+    serving = getattr(getattr(application, "state", None), "anthropic_serving_messages", None)
+    if dialect == "messages" and serving is not None:
+        merge_system = getattr(serving, "_merge_inline_system", False) is True
+        effort = getattr(serving, "_disabled_thinking_effort", None)
+        return Translation(MessagesDialect(merge_system, effort if isinstance(effort, str) else "none"), request)
     found = dialect_of(dialect)
     return None if found is None else Translation(found, request)

@@ -7,7 +7,6 @@ it is held, in order, until the record is durable.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -17,6 +16,7 @@ from ..capture.shapes import EventSplitter, StreamJoiner, decode_json
 from .call import Call
 from .coding import Coding
 from .editing import encode_json
+from .interface import Headers, Message, Send
 from .strip import Stripper
 from .translation import Translation
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ("CapturedAnswer", "has_content")
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 
 logger = logging.getLogger("tokcap.asgi")
 
@@ -59,7 +57,7 @@ class CapturedAnswer:
         self._translation = translation
         self._observation = observation
         self._stripper = Stripper(call.asked, fingerprint)
-        self._start: dict[str, Any] = {}
+        self._start: Message = {}
         self._headers: Headers = []
         self._mode: Literal["", "whole", "stream", "opaque"] = ""
         self._take = self._opaque
@@ -76,7 +74,7 @@ class CapturedAnswer:
         """Whether what the client gets is made anew."""
         return self._translation is not None or self._call.asked.strips
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: Message) -> None:
         """The next message of the application."""
         kind = message["type"]
         if kind == "http.response.start":
@@ -119,7 +117,7 @@ class CapturedAnswer:
         """Whether a part of the answer was sent while the client was there."""
         return self._reached
 
-    def _begin(self, message: dict[str, Any]) -> None:
+    def _begin(self, message: Message) -> None:
         self._start, self.status = message, int(message["status"])
         self._headers = [(bytes(name).lower(), bytes(value)) for name, value in message.get("headers") or ()]
         kind = _value(self._headers, b"content-type").partition(b";")[0].strip().lower()

@@ -15,6 +15,7 @@ from ..errors import TokcapError, UnusableAnswerError
 from ..protocol import Delivered, TokenSink
 from .asks import Asked
 from .client import Client
+from .interface import Headers
 from .metrics import Metrics
 from .policy import PolicyStamp
 from .refusals import intent_refusal
@@ -104,7 +105,7 @@ class Call:
         self._metrics.intent_seconds(time.perf_counter() - begun)
         self._metrics.begun()
 
-    async def answered(self, status: int, headers: list[tuple[bytes, bytes]], payload: Any, problem: str) -> None:
+    async def answered(self, status: int, headers: Headers, payload: Any, problem: str) -> None:
         """A whole answer came. When this returns its record is durable, or the call is settled.
 
         payload: the decoded body, None if it is no JSON; then `problem` says what it is.
@@ -123,7 +124,7 @@ class Call:
             if self.outcome == "open":  # an error in the clothes of an answer
                 await self._refused(self.context.error_status or 500, payload)
 
-    async def streamed(self, joiner: StreamJoiner, headers: list[tuple[bytes, bytes]]) -> None:
+    async def streamed(self, joiner: StreamJoiner, headers: Headers) -> None:
         """A stream came to its end, or to what is the end of it. The same promise as `answered`."""
         self._concluded = True
         if self.context is None:
@@ -181,7 +182,7 @@ class Call:
             sampled_tokens=sum(len(entry.generation_token_ids) for entry in stored),
         )
 
-    async def _record(self, answer: Any, headers: list[tuple[bytes, bytes]], status: int) -> None:
+    async def _record(self, answer: Any, headers: Headers, status: int) -> None:
         assert self.context is not None
         self._policy.at_exit(self.context, headers)
         if not self.route.known and not _has_ids(answer):

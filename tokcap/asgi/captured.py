@@ -15,9 +15,10 @@ from .asks import Asked, asked_of, gives_ids
 from .call import Call
 from .client import Client, decoded
 from .editing import with_members
+from .interface import Application, Message
 from .known import idempotency_key, is_multimodal, retry_count
 from .refusals import RefusalError
-from .request import Application, Request, Serving, decoded_request
+from .request import Request, Serving, decoded_request
 from .routes import CHAT_PATH
 from .translation import Translation, translation_of
 
@@ -218,7 +219,7 @@ class Exchange:
         elif self._answer.ended:
             await self._call.delivered("full")
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self) -> Message:
         if self._late and not self._client.body_taken:
             try:
                 await self._call.admit()
@@ -227,6 +228,6 @@ class Exchange:
                 return {"type": "http.disconnect"}
         return await self._client.receive()
 
-    async def _reply(self, message: dict[str, Any]) -> None:
+    async def _reply(self, message: Message) -> None:
         if self._refusal is None:
             await self._answer.send(message)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable
-from typing import Any
 
+from .interface import Headers, Message, Receive
 from .refusals import RefusalError
 
 __all__ = ("Client", "ClientGoneError", "decoded")
 
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Headers = list[tuple[bytes, bytes]]
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
@@ -37,7 +34,7 @@ class Client:
         self.body_taken = False
         """Whether the application has asked for the body; before that it can't have done anything with it."""
         self._receive = receive
-        self._consumed: list[dict[str, Any]] = []
+        self._consumed: list[Message] = []
         self._over = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
@@ -63,7 +60,7 @@ class Client:
         self.body = parts[0] if len(parts) == 1 else b"".join(parts)
         return self.body
 
-    async def replay(self) -> dict[str, Any]:
+    async def replay(self) -> Message:
         """For an application that is to have the messages as they came: those that `read` took, then the others."""
         return self._consumed.pop(0) if self._consumed else await self._receive()
 
@@ -72,7 +69,7 @@ class Client:
         self._consumed = []
         self._watch = asyncio.create_task(self._listen())
 
-    async def receive(self) -> dict[str, Any]:
+    async def receive(self) -> Message:
         """What the application receives: the whole body, then nothing until the client is gone or has its answer."""
         if not self.body_taken:
             self.body_taken = True

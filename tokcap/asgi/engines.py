@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 
+from .interface import Headers
 from .settings import ServingSettings
 
 __all__ = ("Server", "server_of", "version_of")
-
-Headers = list[tuple[bytes, bytes]]
 
 
 class Server(msgspec.Struct, frozen=True):

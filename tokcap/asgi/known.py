@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .interface import Headers
+
 __all__ = ("idempotency_key", "is_multimodal", "retry_count")
 
-Headers = list[tuple[bytes, bytes]]
 
 _MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "document")
 _LONGEST_KEY = 200

@@ -12,11 +12,12 @@ from ..protocol import TokenSink
 from .captured import CapturedRequest
 from .client import ClientGoneError
 from .engines import Server, server_of
+from .interface import Application, Message, Receive, Scope, Send
 from .metrics import Metrics
 from .observed import observe
 from .policy import PolicyVersions
 from .refusals import RefusalError, send_refusal
-from .request import Application, Receive, Request, Scope, Send, Serving, headers_of
+from .request import Request, Serving, headers_of
 from .routes import Routes
 from .settings import serving_settings
 from .urls import CaptureUrl, capture_url, may_be_captured
@@ -134,7 +135,7 @@ def _is_off(config: Any) -> bool:
 def _through_prefix(url: CaptureUrl, scope: Scope, send: Send) -> Send:
     """`send`, with redirects of the application leading through the prefix again."""
 
-    async def sent(message: dict[str, Any]) -> None:
+    async def sent(message: Message) -> None:
         if message["type"] == "http.response.start" and 300 <= message["status"] < 400:
             hosts = [bytes(value) for name, value in scope.get("headers") or () if bytes(name).lower() == b"host"]
             server = scope.get("server")

@@ -10,8 +10,9 @@ from ..capture.shapes import EventSplitter, StreamJoiner, decode_json
 from .answers import has_content
 from .client import Client, decoded
 from .coding import Coding
+from .interface import Application, Message, Send
 from .refusals import RefusalError
-from .request import Application, Request, Send, decoded_request
+from .request import Request, decoded_request
 
 if TYPE_CHECKING:
     from ..evaluation import CallObservation, EvaluationRecorder
@@ -37,7 +38,7 @@ class ObservedAnswer:
         self._parts: list[bytes] = []
         self._size = 0
 
-    async def send(self, message: dict[str, Any]) -> None:
+    async def send(self, message: Message) -> None:
         """The next message of the application."""
         await self._send(message)
         if message["type"] == "http.response.start":

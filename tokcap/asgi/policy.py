@@ -10,6 +10,7 @@ import logging
 import os
 
 from ..capture import CaptureContext
+from .interface import Headers
 from .settings import ServingSettings
 
 __all__ = ("MIXED", "PolicyStamp", "PolicyVersions")
@@ -69,7 +70,7 @@ class PolicyStamp:
         self._entry = self._versions.now()
         return self._entry
 
-    def at_exit(self, context: CaptureContext, headers: list[tuple[bytes, bytes]]) -> None:
+    def at_exit(self, context: CaptureContext, headers: Headers) -> None:
         """When the answer is whole, before it is recorded: what its header says, else the stamp of both ends."""
         said = (
             [value for name, value in headers if name.lower() == self._versions.header] if self._versions.header else []

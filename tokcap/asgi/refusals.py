@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from ..errors import FrozenError, InvalidIdError, RetiredError
+from .interface import Send
 
 __all__ = ("RefusalError", "error_body", "intent_refusal", "send_refusal")
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _KINDS = {
     400: "invalid_request_error",

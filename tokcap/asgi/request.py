@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..capture.shapes import decode_json
 from .engines import Server
+from .interface import Application, Headers, Receive, Scope, Send
 from .known import retry_count
 from .metrics import Metrics
 from .policy import PolicyVersions
@@ -19,13 +19,7 @@ from .urls import CaptureUrl
 if TYPE_CHECKING:
     from ..evaluation import CallObservation, EvaluationRecorder
 
-__all__ = ("Application", "Headers", "Receive", "Request", "Scope", "Send", "Serving", "decoded_request", "headers_of")
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+__all__ = ("Request", "Serving", "decoded_request", "headers_of")
 
 
 class Serving(msgspec.Struct):

@@ -6,7 +6,7 @@ seen as what it is; one level of it is taken off, and query and percent-encoding
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote, unquote, unquote_to_bytes, urlsplit, urlunsplit
 
@@ -14,10 +14,10 @@ import msgspec
 
 from ..errors import InvalidIdError, InvalidOptionError
 from ..ids import check_rollout_id
+from .interface import Scope
 
 __all__ = ("CaptureUrl", "capture_url", "may_be_captured", "rollout_base_url")
 
-Scope = MutableMapping[str, Any]
 
 _PREFIX = "/ng-rollout/"
 _TRAINING = "/training-token-capture"

@@ -6,13 +6,14 @@ it is held, in order, until the record is durable.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from ..capture.answer import error_status
-from ..capture.shapes import EventSplitter, StreamJoiner, decode_json
+from ..capture.shapes import EventSplitter, StreamJoiner, decode_answer, decode_json
 from .call import Call
 from .coding import Coding
 from .editing import encode_json
@@ -60,11 +61,12 @@ class CapturedAnswer:
         self._start: Message = {}
         self._headers: Headers = []
         self._mode: Literal["", "whole", "stream", "opaque"] = ""
-        self._take = self._opaque
         self._coding = Coding(b"")
         self._parts: list[bytes] = []
         self._splitter = EventSplitter()
-        self._joiner = StreamJoiner(choices=choices)
+        # What is encoded again must be what JSON has.
+        self._decode = decode_answer if call.asked.hides_prompt_ids else decode_json
+        self._joiner = StreamJoiner(choices=choices, arrays=call.asked.hides_prompt_ids)
         self._held: list[_Piece] = []
         self._recorded = False
         self._reached = False
@@ -85,7 +87,12 @@ class CapturedAnswer:
             await self._send(message)
         elif not self.ended:
             data, more = bytes(message.get("body") or b""), bool(message.get("more_body", False))
-            await self._take(data, more)
+            if self._mode == "stream":
+                await self._streamed(data, more)
+            elif self._mode == "whole":
+                await self._whole(data, more)
+            else:
+                await self._opaque(data, more)
 
     async def finish(self) -> None:
         """The application has returned or raised: what it left unsaid is judged as it is, and what is held goes out."""
@@ -123,10 +130,10 @@ class CapturedAnswer:
         kind = _value(self._headers, b"content-type").partition(b";")[0].strip().lower()
         self._coding = Coding(_value(self._headers, b"content-encoding"))
         if 200 <= self.status < 300 and self._coding.known and kind == b"text/event-stream":
-            self._mode, self._take = "stream", self._streamed
+            self._mode = "stream"
             self._headers = [header for header in self._headers if header[0] != b"content-length"]
         elif self.status >= 300 or not kind or kind.endswith((b"/json", b"+json")):
-            self._mode, self._take = "whole", self._whole
+            self._mode = "whole"
         else:
             self._mode = "opaque"
 
@@ -165,8 +172,16 @@ class CapturedAnswer:
     async def _answered(self, body: bytes) -> None:
         self._parts = []
         payload, problem = self._decoded(body)
-        await self._call.answered(self.status, self._headers, payload, problem)
+        recording = asyncio.create_task(self._call.answered(self.status, self._headers, payload, problem))
+        await asyncio.sleep(0)  # it has taken what it needs of the payload before it waits for the store
+        body = self._prepared(body, payload)
+        await recording
         self._recorded = True
+        await self._send_start(len(body) if self._start_has_length() else None)
+        await self._send_body(body, more=False)
+
+    def _prepared(self, body: bytes, payload: Any) -> bytes:
+        """The body as the client gets it."""
         if payload is not None and self._changes:
             try:
                 body = self._rewritten(body, payload)
@@ -176,8 +191,7 @@ class CapturedAnswer:
             body = self._coding.encode(encode_json(self._translation.failure(None, self.status)), last=True)
         else:
             self.seen = payload
-        await self._send_start(len(body) if self._start_has_length() else None)
-        await self._send_body(body, more=False)
+        return body
 
     def _start_has_length(self) -> bool:
         return bool(_value(self._headers, b"content-length"))
@@ -189,7 +203,7 @@ class CapturedAnswer:
         if not self._coding.known:
             return None, f"the answer has the content-encoding {self._coding.name.decode('latin-1')}"
         try:
-            payload = decode_json(self._coding.decode(body))
+            payload = self._decode(self._coding.decode(body))
         except ValueError:
             return None, "the answer is no JSON"
         return payload, "the answer is JSON of another kind"
@@ -335,10 +349,12 @@ def has_content(event: Any) -> bool:
 
 
 def _joined(joiner: StreamJoiner) -> Any:
+    """The stream as one answer, for its summary: without prompt ids, which may be arrays."""
     try:
-        return joiner.answer()
+        answer = joiner.answer()
     except Exception:  # events that contradict each other
         return None
+    return {**answer, "prompt_token_ids": None} if isinstance(answer, dict) else answer
 
 
 def _value(headers: Headers, name: bytes) -> bytes:

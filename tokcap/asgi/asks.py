@@ -163,6 +163,11 @@ class Asked(msgspec.Struct):
     choices_per_prompt: int = 1
 
     @property
+    def hides_prompt_ids(self) -> bool:
+        """Whether the client gets none of the prompt ids."""
+        return any(place.endswith("prompt_token_ids") for place in (*self.nulls, *self.removes))
+
+    @property
     def strips(self) -> bool:
         """Whether anything has to be taken out of the answer."""
         return bool(self.nulls or self.removes or self.drops or self.echoes)

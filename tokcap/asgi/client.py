@@ -86,9 +86,11 @@ class Client:
     async def close(self) -> None:
         """Stop listening."""
         self.end()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait({self._watch})
+        # Let go of it: its cancellation holds a traceback that refers to this client.
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.wait({watch})
 
     async def _listen(self) -> None:
         while not self.answered:

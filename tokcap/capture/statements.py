@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from ..digests import request_digests
 from ..entry import TokenEntry
@@ -43,8 +44,15 @@ async def apart(context: CaptureContext, write: Callable[[], Awaitable[object]])
     task = asyncio.create_task(in_turn())
     context.writing = task
     _running.add(task)  # the loop itself holds tasks weakly
-    task.add_done_callback(_running.discard)
+    task.add_done_callback(partial(_let_go, context))
     await asyncio.shield(task)
+
+
+def _let_go(context: CaptureContext, task: asyncio.Task[None]) -> None:
+    """A task that is over is not kept: it refers to its context, and that to all that the call holds."""
+    _running.discard(task)
+    if context.writing is task:
+        context.writing = None
 
 
 async def begin(context: CaptureContext) -> None:

@@ -60,6 +60,7 @@ from __future__ import annotations
 from .answer import ParsedAnswer, ParsedChoice, Shape
 from .events import EventSplitter, decode_json
 from .joiner import StreamJoiner
+from .lifting import decode_answer
 from .table import SHAPES, parse_answer
 
 __all__ = (
@@ -69,6 +70,7 @@ __all__ = (
     "ParsedChoice",
     "Shape",
     "StreamJoiner",
+    "decode_answer",
     "decode_json",
     "parse_answer",
 )

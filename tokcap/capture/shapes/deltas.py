@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import repeat
 from typing import Any
 
+import numpy as np
+
 from ...errors import UnusableAnswerError
 from .places import as_dict, as_list, count, text
 
@@ -59,7 +61,7 @@ class _Choice:
     def set_prompt(self, value: Any) -> None:
         if value is None:
             return
-        if self.values.setdefault("prompt_token_ids", value) != value:
+        if _differ(self.values.setdefault("prompt_token_ids", value), value):
             raise UnusableAnswerError(f"the stream gives two different prompts for choice {self.values['index']}")
 
     def _add_delta(self, delta: dict[str, Any]) -> None:
@@ -167,7 +169,7 @@ class ChunkedAnswer:
             known = self._root.get(key)
             if key == "prompt_token_ids" and known is not None:
                 # The chunk that opens a choice repeats the prompt.
-                if known != value:
+                if _differ(known, value):
                     raise UnusableAnswerError("the stream gives two different prompts at the root")
             elif isinstance(known, dict) and isinstance(value, dict) and key in ("sglext", "nvext", "metadata"):
                 self._root[key] = {**known, **value}
@@ -187,6 +189,13 @@ class ChunkedAnswer:
         choices = [self._choices[index].joined() for index in sorted(self._choices)]
         name = text(self._root.get("object")).removesuffix(".chunk")
         return {**self._root, **({"object": name} if name else {}), "choices": choices}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two prompts are not the same; they may be lists or arrays."""
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return not np.array_equal(one, other)
+    return bool(one != other)
 
 
 def _joined_call(call: dict[str, Any]) -> dict[str, Any]:

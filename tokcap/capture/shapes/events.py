@@ -54,6 +54,10 @@ class EventSplitter:
 
         Comments between events, and blank lines that end none, come as they are, with None for data.
         """
+        if self._is_one_event(data):
+            self._started = True
+            yield "", bytes(data[6:-2]), bytes(data)
+            return
         if not (self._line.endswith(b"\r") or b"\n" in data or b"\r" in data):
             self._line += data
             return
@@ -72,6 +76,18 @@ class EventSplitter:
                 yield (*event, raw) if event is not None else ("", None, raw)
         self._block += text[begun:start]
         self._line = bytearray(text[start:])
+
+    def _is_one_event(self, data: bytes | bytearray | memoryview) -> bool:
+        """Whether this is one event and nothing else, as servers usually write them: a line of data, a blank line."""
+        return (
+            isinstance(data, bytes)
+            and data.startswith(b"data: ")
+            and data.find(b"\n") == len(data) - 2
+            and data.endswith(b"\n\n")
+            and b"\r" not in data
+            and not (self._line or self._block)
+            and self._between_events
+        )
 
     def end(self) -> Iterator[tuple[str, bytes]]:
         """What was fed last, if no blank line ended it."""

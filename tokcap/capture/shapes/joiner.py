@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from ...errors import UnusableAnswerError
 from .deltas import ChunkedAnswer
 from .events import EventSplitter, decode_json
+from .lifting import decode_answer
 from .places import as_dict, text
 from .snapshots import MessagesStream, NativeStream, ResponsesStream, TokenStream
 
@@ -35,10 +36,12 @@ class StreamJoiner:
 
     `choices`: how many were asked for; the stream isn't finished before all of them are. Feed it bytes as they come,
     in any pieces, or decoded events; it never raises for what it is fed. After an abort `answer` gives what was seen.
+    `arrays`: whether long prompt ids may come as numpy arrays, in events and in the answer.
     """
 
-    def __init__(self, *, choices: int = 1) -> None:
+    def __init__(self, *, choices: int = 1, arrays: bool = False) -> None:
         self.choices = choices
+        self._decode = decode_answer if arrays else decode_json
         self.error: Any = None
         """The payload of the error event, if there was one; also set for an event that is no JSON."""
         self.done = False
@@ -115,7 +118,7 @@ class StreamJoiner:
             self.done = True
             return None
         try:
-            event = decode_json(data)
+            event = self._decode(data)
         except ValueError:
             self._fail({"message": f"an event of the stream is no JSON: {data[:80]!r}"})
             return None

@@ -24,7 +24,8 @@ class UnaskedCancellationError(RuntimeError):
 
 
 async def uncancelled(work: Awaitable[_T]) -> _T:
-    """Await `work`; a cancellation that is not one of this task is a failure like any other."""
+    """Await `work`; a cancellation that is not one of this task is a failure like any other, and so is what extensions
+    in other languages raise beside `Exception`."""
     try:
         return await work
     except asyncio.CancelledError as error:
@@ -32,6 +33,10 @@ async def uncancelled(work: Awaitable[_T]) -> _T:
         if task is None or task.cancelling():
             raise
         raise UnaskedCancellationError(f"{error_text(error)}, and nobody had cancelled it") from error
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(error_text(error)) from error
 
 
 def accepted(method: Callable[..., Any], optional: frozenset[str]) -> frozenset[str]:

@@ -19,13 +19,16 @@ __all__ = ("Asked", "asked_of", "gives_ids")
 
 
 def _is_true(value: object) -> bool:
-    """As lenient as the engines: 1 and "true" ask for it, too."""
-    return value in (True, "true", "True")
+    """As lenient as the engines, whose models are pydantic's: 1 and words such as "yes" ask for it, too."""
+    return value == 1 or (isinstance(value, str) and value.lower() in _WORDS_FOR_TRUE)
 
 
 def _is_count(value: object) -> bool:
     """Whether a number of log-probs was asked for: 0, and False that engines read as 0, ask for the sampled ones."""
     return value is not None
+
+
+_WORDS_FOR_TRUE = ("true", "t", "yes", "y", "on", "1")
 
 
 class Flag(msgspec.Struct, frozen=True):
@@ -56,6 +59,7 @@ _REASONING = Flag(
     "include_reasoning", True, ("choices.logprobs", "choices.token_ids"), since=(0, 26), drops="reasoning"
 )
 """vLLM from 0.26 on leaves out ids and log-probs together with the reasoning, also those that the client asked for."""
+_IDS_SINCE = (0, 10, 2)
 _KEEPS_EMPTY = (0, 31)
 """From here on vLLM streams also sends deltas without content if only log-probs were asked for."""
 
@@ -184,14 +188,11 @@ def asked_of(
     request: Mapping[str, Any],
     *,
     streams: bool | None = None,
-    fingerprint_known: bool = True,
 ) -> Asked:
     """What to add to a request of this dialect; nothing for a dialect that the table doesn't know.
 
     An engine that isn't known is asked as vLLM is, whose flags SGLang and TGI ignore; TensorRT-LLM refuses them, so it
     has to be named. streams: whether the answer is a stream, if not the body but the route says so.
-    fingerprint_known: whether the `system_fingerprint` can be put back into a stream whose usage is taken out, also
-    before that has come.
     """
     engine, version = server.engine or "vllm", server.numbers
     streamed = _is_true(request.get("stream")) if streams is None else streams
@@ -203,8 +204,6 @@ def asked_of(
             continue
         if flag.member == "logprobs" and dialect == "chat" and _needs_log_probs(request):
             continue
-        if flag is _STREAM_USAGE and engine == "vllm" and not fingerprint_known and requested_choices(request) > 1:
-            continue  # of several choices only the last one to end is held until the usage has come
         _ask(asked, flag, request)
     if engine == "vllm" and dialect == "chat":
         _see_to_chat(asked, server, request)
@@ -216,6 +215,8 @@ def _asked_to_echo(asked: Asked, server: Server, request: Mapping[str, Any], str
     prompts = request.get("prompt")
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        return asked
+    if server.numbers and server.numbers < _IDS_SINCE:
         return asked
     if request.get("use_beam_search"):
         return asked  # refused together with log-probs

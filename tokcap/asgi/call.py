@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping
@@ -65,6 +66,7 @@ class Call:
         self._metrics = metrics
         self._known = known
         self._stack = AsyncExitStack()
+        self._admission = asyncio.Lock()
         self._concluded = False
 
     @property
@@ -87,23 +89,24 @@ class Call:
 
     async def admit(self) -> None:
         """Write the intent; from now on the call is the current one. Raises `RefusalError`. Repeating is a no-op."""
-        if self.context is not None:
-            return
-        begun = time.perf_counter()
-        try:
-            self.context = await self._stack.enter_async_context(
-                captured_call(
-                    self._sink,
-                    self._url.rollout_id,
-                    self.model_call_id,
-                    policy_version=self._policy.at_entry(),
-                    **self._known,
+        async with self._admission:
+            if self.context is not None:
+                return
+            begun = time.perf_counter()
+            try:
+                self.context = await self._stack.enter_async_context(
+                    captured_call(
+                        self._sink,
+                        self._url.rollout_id,
+                        self.model_call_id,
+                        policy_version=self._policy.at_entry(),
+                        **self._known,
+                    )
                 )
-            )
-        except TokcapError as error:
-            raise intent_refusal(error) from error
-        self._metrics.intent_seconds(time.perf_counter() - begun)
-        self._metrics.begun()
+            except TokcapError as error:
+                raise intent_refusal(error) from error
+            self._metrics.intent_seconds(time.perf_counter() - begun)
+            self._metrics.begun()
 
     async def answered(self, status: int, headers: Headers, payload: Any, problem: str) -> None:
         """A whole answer came. When this returns its record is durable, or the call is settled.
@@ -156,7 +159,8 @@ class Call:
         if self.client.gone:
             await settle("aborted", "the client had gone before the answer", context=self.context)
         elif not self.client.body_taken:
-            await settle("no_generation", "the application gave no answer, and never read the request")
+            why = "the application gave no answer, and never read the request"
+            await settle("no_generation", why, context=self.context)
         else:
             await settle("lost", "the application gave no answer", context=self.context)
 
@@ -175,12 +179,13 @@ class Call:
         except BaseException as raised:
             if raised is not error:
                 raise
-        stored = self.context.stored.values()
-        self._metrics.ended(
-            self.outcome,
-            prompt_tokens=sum(len(entry.prompt_token_ids) for entry in stored),
-            sampled_tokens=sum(len(entry.generation_token_ids) for entry in stored),
-        )
+        finally:
+            stored = self.context.stored.values()
+            self._metrics.ended(
+                self.outcome,
+                prompt_tokens=sum(len(entry.prompt_token_ids) for entry in stored),
+                sampled_tokens=sum(len(entry.generation_token_ids) for entry in stored),
+            )
 
     async def _record(self, answer: Any, headers: Headers, status: int) -> None:
         assert self.context is not None
@@ -211,7 +216,7 @@ class Call:
         await settle(outcome, why, context=self.context)  # type: ignore[arg-type]
 
     def _engine_says(self) -> str:
-        """`untouched`, `answered`, or empty if there is no proof; for vLLM in this process, all versions."""
+        """`untouched`, `answered`, or empty if there is no proof; only vLLM's own routes in this process give one."""
         if self.engine_state is None:
             return ""
         metadata = self.engine_state.get("request_metadata")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from ..errors import UntranslatableError
 from ..protocol import TokenSink
@@ -15,12 +11,14 @@ from .asks import Asked, asked_of, gives_ids
 from .call import Call
 from .client import Client, decoded
 from .editing import with_members
-from .interface import Application, Message
+from .exchange import Exchange
 from .known import idempotency_key, is_multimodal, retry_count
+from .outlet import Outlet
 from .refusals import RefusalError
 from .request import Request, Serving, decoded_request
 from .routes import CHAT_PATH
 from .translation import Translation, translation_of
+from .view import View
 
 if TYPE_CHECKING:
     from ..evaluation import EvaluationRecorder
@@ -50,46 +48,48 @@ class CapturedRequest:
         translation = self._translation(request)
         asked = self._asked(request, translation)
         call = self._call(client, sink, asked, request, translation)
-        client.body = self._inner_body(body, request, asked, translation)
         observation = self._request.observed_by(recorder, call.model_call_id, request, len(body), training=True)
-        answer = CapturedAnswer(
-            call,
-            self._request.send,
-            choices=call.choices,
-            call_id_header=self._settings.call_id_header,
-            translation=translation,
-            observation=observation,
-            fingerprint=self._serving.fingerprint,
-        )
-        # Of a path with a trailing slash servers make a redirect, which is to leave no trace: its intent waits until
-        # the application asks for the body.
-        late = self._request.path.endswith("/") and self._request.path != "/"
-        client.listen()
-        error: BaseException | None = None
+        model = _model_of(request)
+        view = View(asked, translation, self._serving.fingerprint_of(model), call.model_call_id)
+        call_id = call.model_call_id if self._settings.call_id_header else ""
+        outlet = Outlet(client, self._request.send, call_id, observation)
+        answer = CapturedAnswer(call, outlet, view, choices=call.choices)
+        client.body = self._inner_body(body, request, asked, translation)
+        error: object = None
         try:
-            if not late:
-                await call.admit()
-            scope = self._inner_scope(client, translation)
-            if self._request.server.keeps_metadata:
-                call.engine_state = scope.setdefault("state", {})
-            await Exchange(call, client, answer, late).run(self._serving.app, scope)
+            await self._exchange(Exchange(call, client, outlet, answer, late=self._is_late), call, client, translation)
         except BaseException as raised:
             error = raised
             if observation is not None and isinstance(raised, RefusalError):
                 observation.status(raised.status)
+                error = raised.shaped(self._request.route.dialect)
             raise
         finally:
-            gone = client.gone
-            await client.close()
-            self._serving.fingerprint = answer.fingerprint
+            self._serving.learn_fingerprint(model, view.told_fingerprint)
             if observation is not None:
                 await observation.end(
                     answer=answer.seen,
                     error=error or answer.error,
                     outcome=call.outcome,
                     detail=call.reason,
-                    client_gone=gone,
+                    client_gone=client.gone,
                 )
+            await client.close()
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the intent waits until the application asks for the body: of a path with a trailing slash servers
+        make a redirect, which is to leave no trace."""
+        return self._request.path.endswith("/") and self._request.path != "/"
+
+    async def _exchange(self, exchange: Exchange, call: Call, client: Client, translation: Translation | None) -> None:
+        scope = self._inner_scope(client, translation)
+        if self._request.server.keeps_metadata and self._request.route.listed:
+            call.engine_state = scope.setdefault("state", {})
+        client.listen()
+        if not self._is_late:
+            await call.admit()
+        await exchange.run(self._serving.app, scope)
 
     def _translation(self, request: dict[str, Any] | None) -> Translation | None:
         if request is None or self._settings.dialects == "pass" or gives_ids(self._request.route.dialect):
@@ -111,13 +111,27 @@ class CapturedRequest:
         if translation is not None:
             asked = asked_of(self._request.server, "chat", translation.chat_request)
         else:
-            known = self._serving.fingerprint is not msgspec.UNSET
             streams = True if self._request.path.rstrip("/").endswith("_stream") else None
             dialect = self._request.route.dialect
-            asked = asked_of(self._request.server, dialect, request, streams=streams, fingerprint_known=known)
-        for key, value in self._settings.sampling_overrides.items():
-            asked.members[key] = value
+            asked = asked_of(self._request.server, dialect, request, streams=streams)
+        if self._settings.sampling_overrides:
+            asked.members.update(self._pinned({**request, **asked.members}))
         return asked
+
+    def _pinned(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The members that make a request sample as `sampling_overrides` say."""
+        overrides = self._settings.sampling_overrides
+        within = {"vllm-generate": "sampling_params", "native-generate": "sampling_params"}.get(
+            self._request.route.dialect, ""
+        )
+        if within and self._request.server.engine == "tgi":
+            within = "parameters"
+        if not within:
+            return dict(overrides)
+        given = request.get(within)
+        if isinstance(given, list):  # one for each prompt
+            return {within: [{**each, **overrides} if isinstance(each, dict) else overrides for each in given]}
+        return {within: {**given, **overrides} if isinstance(given, dict) else dict(overrides)}
 
     def _inner_body(
         self, body: bytes, request: dict[str, Any] | None, asked: Asked, translation: Translation | None
@@ -143,7 +157,7 @@ class CapturedRequest:
             extra["multimodal"] = True
         if translation is not None:
             extra["translated_from"] = self._request.route.dialect
-        effective = None if request is None else {**request, **self._settings.sampling_overrides}
+        effective = None if request is None else {**request, **self._pinned(request)}
         return Call(
             self._request.url,
             self._request.route,
@@ -178,56 +192,6 @@ class CapturedRequest:
         return scope
 
 
-class Exchange:
-    """The application answering one captured call."""
-
-    def __init__(self, call: Call, client: Client, answer: CapturedAnswer, late: bool) -> None:
-        self._call = call
-        self._client = client
-        self._answer = answer
-        self._late = late
-        self._refusal: RefusalError | None = None
-
-    async def run(self, app: Application, scope: dict[str, Any]) -> None:
-        """Ask the application. Raises what it raises, and `RefusalError` if a late intent could not be written."""
-        error: BaseException | None = None
-        try:
-            await app(scope, self._receive, self._reply)
-        except BaseException as raised:
-            error = raised
-        if self._refusal is not None:
-            raise self._refusal
-        try:
-            if isinstance(error, asyncio.CancelledError):
-                with suppress(asyncio.CancelledError):  # again, by a cancel scope; the writes go on
-                    await self._answer.abandon()
-            else:
-                await self._close(error)
-        finally:
-            await self._call.end(error)
-        if error is not None:
-            raise error
-
-    async def _close(self, error: BaseException | None) -> None:
-        if error is not None:
-            await self._call.failed(error)
-        await self._answer.finish()
-        if error is None:
-            await self._call.unanswered()
-        if self._client.gone:
-            await self._call.delivered("partly" if self._answer.partly_sent else "no")
-        elif self._answer.ended:
-            await self._call.delivered("full")
-
-    async def _receive(self) -> Message:
-        if self._late and not self._client.body_taken:
-            try:
-                await self._call.admit()
-            except RefusalError as refusal:
-                self._refusal = refusal
-                return {"type": "http.disconnect"}
-        return await self._client.receive()
-
-    async def _reply(self, message: Message) -> None:
-        if self._refusal is None:
-            await self._answer.send(message)
+def _model_of(request: dict[str, Any] | None) -> str:
+    model = None if request is None else request.get("model")
+    return model if isinstance(model, str) else ""

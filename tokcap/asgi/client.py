@@ -93,12 +93,11 @@ class Client:
             await asyncio.wait({watch})
 
     async def _listen(self) -> None:
-        while not self.answered:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self.gone = not self.answered
-                self._over.set()
-                return
+        message = await self._receive()
+        # Anything else comes from a `receive` that repeats the body for ever: it can't be listened to.
+        if message["type"] == "http.disconnect":
+            self.gone = not self.answered
+            self._over.set()
 
 
 def decoded(body: bytes, encoding: bytes, limit: int) -> bytes:

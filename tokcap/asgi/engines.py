@@ -27,6 +27,8 @@ class Server(msgspec.Struct, frozen=True):
     """SHA-256 of each key that it accepts; empty if none is known."""
     logprobs_mode: str = "unknown"
     sampling_defaults: dict[str, Any] = msgspec.field(default_factory=dict)
+    complete: bool = False
+    """Whether its own state was there, so that nothing more will be found later."""
     keeps_metadata: bool = False
     """Whether the state of a request shows how far the engine came with it, as vLLM's does in its own process."""
     has_parser: bool | None = None
@@ -81,7 +83,16 @@ def server_of(application: Any, settings: ServingSettings) -> Server:
     keys += [_text(getattr(sglang_arguments, name, "")) for name in ("api_key", "admin_api_key")]
     digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys if key)
     sampling = {**defaults, **settings.sampling_defaults}
-    return Server(engine, version, digests, mode, sampling, is_vllm, _has_parser(arguments) if is_vllm else None)
+    return Server(
+        engine,
+        version,
+        digests,
+        mode,
+        sampling,
+        complete=vllm_config is not None or sglang_arguments is not None,
+        keeps_metadata=is_vllm,
+        has_parser=_has_parser(arguments) if is_vllm else None,
+    )
 
 
 def _has_parser(arguments: Any) -> bool | None:

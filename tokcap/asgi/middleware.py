@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..capture.statements import written
 from ..config import TokenIdCaptureConfig, config_from_environment, process_sink, token_id_capture_config
-from ..errors import InvalidIdError
+from ..errors import InvalidIdError, TokcapError
 from ..protocol import TokenSink
 from .captured import CapturedRequest
 from .client import ClientGoneError
@@ -16,7 +18,7 @@ from .interface import Application, Message, Receive, Scope, Send
 from .metrics import Metrics
 from .observed import observe
 from .policy import PolicyVersions
-from .refusals import RefusalError, send_refusal
+from .refusals import RefusalError, intent_refusal, send_refusal
 from .request import Request, Serving, headers_of
 from .routes import Routes
 from .settings import serving_settings
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from ..evaluation import EvaluationRecorder
 
 __all__ = ("CaptureMiddleware",)
+
+_PATIENCE_S = 10.0
+"""How long a shutdown waits for calls that are being given up, and for what is being written of them."""
 
 
 class CaptureMiddleware:
@@ -48,14 +53,30 @@ class CaptureMiddleware:
         self._sink_given = None if _is_off(config) else sink
         self._routes = Routes(of_serving.routes)
         self._servers: dict[int, Server] = {}
+        self._open: set[asyncio.Task[Any]] = set()
         self._of_process: tuple[int, TokenSink | None, EvaluationRecorder | None] | None = None
         self._endpoints()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and may_be_captured(scope):
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, self._after_open_calls(send))
+        elif may_be_captured(scope):
             await self._prefixed(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    def _after_open_calls(self, send: Send) -> Send:
+        """`send` of the lifespan: a server that gives up calls when it stops closes its loop as soon as the shutdown is
+        complete, and what is still being written of these calls would be cut off."""
+
+        async def sent(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown"):
+                if self._open:
+                    await asyncio.wait(set(self._open), timeout=_PATIENCE_S)
+                await written(_PATIENCE_S)
+            await send(message)
+
+        return sent
 
     async def _prefixed(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -78,34 +99,54 @@ class CaptureMiddleware:
     async def _request(self, url: CaptureUrl, scope: Scope, receive: Receive, send: Send) -> None:
         inner = url.stripped(scope)
         path = inner["path"][len(url.path_root) :]
-        sink, recorder = self._endpoints()
-        sink = sink if url.training else None
         server = self._server(scope.get("app"))
         route = self._routes.find(str(scope["method"]), path, server.engine)
         send = _through_prefix(url, scope, send)
-        headers = headers_of(scope)
-        stranger = sink is None and not server.admits(headers)
-        if not route.may_generate or (sink is None and recorder is None) or stranger:
+        if not route.may_generate:
             await self.app(inner, receive, send)
             return
-        request = Request(url, route, server, inner, path, headers, receive, send)
+        request = Request(url, route, server, inner, path, headers_of(scope), receive, send)
+        task = asyncio.current_task()
+        if task is not None:
+            self._open.add(task)
         try:
-            if sink is not None:
-                await CapturedRequest(request, self._serving).capture(sink, recorder)
-            elif recorder is not None:
-                await observe(request, self.app, recorder, self._serving.settings.max_body_bytes)
-        except RefusalError as refusal:
-            await send_refusal(refusal, route.dialect, send)
+            await self._generating(request)
         except ClientGoneError:
             pass
+        finally:
+            if task is not None:
+                self._open.discard(task)
+
+    async def _generating(self, request: Request) -> None:
+        recorder: EvaluationRecorder | None = None
+        try:
+            sink, recorder = self._endpoints_now()
+            if request.url.training and sink is not None:
+                await CapturedRequest(request, self._serving).capture(sink, recorder)
+            elif recorder is not None and request.server.admits(request.headers):
+                await observe(request, self.app, recorder, self._serving.settings.max_body_bytes)
+            else:
+                await self.app(request.scope, request.receive, request.send)
+        except RefusalError as refusal:
+            await send_refusal(refusal, request.route.dialect, request.send)
+            if not request.summarised and refusal.status != 401:  # strangers leave no trace
+                await request.refused(recorder, refusal)
+
+    def _endpoints_now(self) -> tuple[TokenSink | None, EvaluationRecorder | None]:
+        """Raises `RefusalError` if the store can't be opened any more."""
+        try:
+            return self._endpoints()
+        except TokcapError as error:
+            raise intent_refusal(error) from error
 
     def _endpoints(self) -> tuple[TokenSink | None, EvaluationRecorder | None]:
         """The sink and the recorder of this process; a forked child has its own."""
         known = self._of_process
-        if known is None or known[0] != os.getpid() or getattr(known[1], "closed", False):
+        stale = known is not None and self._sink_given is None and getattr(known[1], "closed", False) is True
+        if known is None or known[0] != os.getpid() or stale:
             sink = self._sink_given or process_sink(self._config)
-            recorder = None
-            if self._config.evaluation_enabled:
+            recorder = known[2] if known is not None and stale else None
+            if recorder is None and self._config.evaluation_enabled:
                 from ..evaluation import EvaluationRecorder
 
                 recorder = EvaluationRecorder(str(self._config.model_call_capture_dir))
@@ -116,7 +157,7 @@ class CaptureMiddleware:
         found = self._servers.get(id(application))
         if found is None:
             found = server_of(application, self._serving.settings)
-            if found.engine:  # else its state may not be there yet
+            if found.complete:  # else its state may not be there yet
                 self._servers[id(application)] = found
         return found
 

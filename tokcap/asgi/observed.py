@@ -7,12 +7,12 @@ from uuid import uuid4
 
 from ..capture.request import requested_choices
 from ..capture.shapes import EventSplitter, StreamJoiner, decode_json
-from .answers import has_content
 from .client import Client, decoded
 from .coding import Coding
 from .interface import Application, Message, Send
 from .refusals import RefusalError
 from .request import Request, decoded_request
+from .streamed import has_content
 
 if TYPE_CHECKING:
     from ..evaluation import CallObservation, EvaluationRecorder
@@ -26,9 +26,10 @@ _MOST_BYTES = 64 * 2**20
 class ObservedAnswer:
     """Passes the messages of the application on, and keeps what its summary needs."""
 
-    def __init__(self, send: Send, observation: CallObservation, *, choices: int) -> None:
+    def __init__(self, client: Client, send: Send, observation: CallObservation, *, choices: int) -> None:
         self.error: Any = None
         """The error event of a stream."""
+        self._client = client
         self._send = send
         self._observation = observation
         self._joiner = StreamJoiner(choices=choices)
@@ -40,7 +41,13 @@ class ObservedAnswer:
 
     async def send(self, message: Message) -> None:
         """The next message of the application."""
+        is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if is_end:
+            # From here on a disconnect is none; see `Outlet.body`.
+            self._client.answered = True
         await self._send(message)
+        if is_end:
+            self._client.end()
         if message["type"] == "http.response.start":
             headers = {bytes(name).lower(): bytes(value) for name, value in message.get("headers") or ()}
             self._observation.status(int(message["status"]))
@@ -55,6 +62,8 @@ class ObservedAnswer:
         """The answer, decoded and joined; None if it can't be read."""
         try:
             if self._is_stream:
+                for name, payload in self._splitter.end():
+                    self._joiner.feed_data(name, payload)
                 return self._joiner.answer()
             return decode_json(b"".join(self._parts)) if self._parts else None
         except ValueError:  # also the errors of shapes
@@ -79,29 +88,29 @@ class ObservedAnswer:
 
 
 async def observe(request: Request, app: Application, recorder: EvaluationRecorder, limit: int) -> None:
-    """Evaluation capture alone: nothing is changed, held or refused; what passes is summarised.
+    """Evaluation capture alone: nothing is changed or refused, no answer waits; what passes is summarised.
 
-    limit: bytes of a body that are looked at; a larger one passes unseen.
+    limit: bytes of a body that are looked at. A smaller one is read before it is handed on.
     """
     client = Client(request.receive)
+    content, size, receive = None, 0, client.receive
     try:
         body = await client.read(request.headers, limit)
+        size = len(body)
         content = decoded_request(decoded(body, request.header(b"content-encoding"), limit))
+        client.listen()
     except RefusalError:
-        # Too large, or of an encoding that only the application knows.
-        await app(request.scope, client.replay, request.send)
-        return
-    observation = request.observed_by(recorder, uuid4().hex, content, len(body), training=False)
+        # Too large, or of an encoding that only the application knows: it passes without being understood.
+        receive = client.replay
+    observation = request.observed_by(recorder, uuid4().hex, content, size, training=False)
     assert observation is not None
-    answer = ObservedAnswer(request.send, observation, choices=requested_choices(content))
-    client.listen()
+    answer = ObservedAnswer(client, request.send, observation, choices=requested_choices(content))
     error: BaseException | None = None
     try:
-        await app(request.scope, client.receive, answer.send)
+        await app(request.scope, receive, answer.send)
     except BaseException as raised:
         error = raised
         raise
     finally:
-        gone = client.gone
+        await observation.end(answer=answer.seen(), error=error or answer.error, client_gone=client.gone)
         await client.close()
-        await observation.end(answer=answer.seen(), error=error or answer.error, client_gone=gone)

@@ -35,6 +35,10 @@ class RefusalError(Exception):
         self.message = message
         self.retry = retry
 
+    def shaped(self, dialect: str) -> Any:
+        """The JSON body of the answer."""
+        return error_body(dialect, self.status, self.message) if self.body is None else self.body
+
 
 def intent_refusal(error: Exception) -> RefusalError:
     """What a client is told if the intent of its call could not be written; nothing has been generated."""
@@ -57,8 +61,7 @@ def error_body(dialect: str, status: int, message: str) -> dict[str, Any]:
 
 async def send_refusal(refusal: RefusalError, dialect: str, send: Send) -> None:
     """Send the whole answer. The official clients retry 409 by themselves unless they are told not to."""
-    shaped = error_body(dialect, refusal.status, refusal.message) if refusal.body is None else refusal.body
-    body = msgspec.json.encode(shaped)
+    body = msgspec.json.encode(refusal.shaped(dialect))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if not refusal.retry:
         headers.append((b"x-should-retry", b"false"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import msgspec
 
@@ -12,6 +13,7 @@ from .interface import Application, Headers, Receive, Scope, Send
 from .known import retry_count
 from .metrics import Metrics
 from .policy import PolicyVersions
+from .refusals import RefusalError
 from .routes import Route
 from .settings import ServingSettings
 from .urls import CaptureUrl
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 __all__ = ("Request", "Serving", "decoded_request", "headers_of")
 
 
+_MOST_MODELS = 1000
+"""Names come from requests."""
+
+
 class Serving(msgspec.Struct):
     """What all calls of one middleware share."""
 
@@ -29,8 +35,17 @@ class Serving(msgspec.Struct):
     settings: ServingSettings
     policy: PolicyVersions
     metrics: Metrics
-    fingerprint: Any = msgspec.UNSET
-    """The `system_fingerprint` of the server, None if it has none, UNSET until an answer told it."""
+    fingerprints: dict[str, Any] = {}
+    """Model -> the `system_fingerprint` in its answers, None if they have none."""
+
+    def fingerprint_of(self, model: str) -> Any:
+        """UNSET until an answer told it."""
+        return self.fingerprints.get(model, msgspec.UNSET)
+
+    def learn_fingerprint(self, model: str, told: Any) -> None:
+        """What an answer told; UNSET for nothing."""
+        if told is not msgspec.UNSET and (model in self.fingerprints or len(self.fingerprints) < _MOST_MODELS):
+            self.fingerprints[model] = told
 
 
 class Request(msgspec.Struct):
@@ -47,6 +62,8 @@ class Request(msgspec.Struct):
     """Names in lower case."""
     receive: Receive
     send: Send
+    summarised: bool = False
+    """Whether evaluation capture has begun a summary of it."""
 
     def header(self, name: bytes) -> bytes:
         """The first value of a header; empty without."""
@@ -64,6 +81,7 @@ class Request(msgspec.Struct):
         """The summary of this call, begun; None without evaluation capture. size: of the body, in bytes."""
         if recorder is None:
             return None
+        self.summarised = True
         return recorder.begin(
             self.url.rollout_id,
             model_call_id,
@@ -74,8 +92,15 @@ class Request(msgspec.Struct):
             request_bytes=size,
             training=training,
             retry_count=retry_count(self.headers),
-            engine=self.server.engine,
+            engine=" ".join(filter(None, (self.server.engine, self.server.version))),
         )
+
+    async def refused(self, recorder: EvaluationRecorder | None, refusal: RefusalError) -> None:
+        """Write the summary of a request that was refused before it was read."""
+        observation = self.observed_by(recorder, uuid4().hex, None, 0, training=self.url.training)
+        if observation is not None:
+            observation.status(refusal.status)
+            await observation.end(answer=None, error=refusal.shaped(self.route.dialect))
 
 
 def headers_of(scope: Scope) -> Headers:

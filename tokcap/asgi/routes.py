@@ -27,6 +27,8 @@ class Route(msgspec.Struct, frozen=True):
     dialect: Dialect = "other"
     known: bool = True
     """False: no table says anything of it; what it answers shows what it is."""
+    listed: bool = False
+    """Whether it is a generating route of the table, and so the engine's own."""
 
 
 _OPENAI: dict[str, Dialect] = {CHAT_PATH: "chat", "/v1/completions": "completions", "/v1/responses": "responses"}
@@ -126,12 +128,12 @@ class Routes:
         if said is not None:
             return Route(said == "generating", generating or _dialect_by_end(path))
         if method == "PUT" and generating == "native-generate":
-            return Route(True, generating)
+            return Route(True, generating, listed=True)
         if method != "POST":
             return Route(False)
         # An engine that isn't known may be any: whatever one of them generates at may generate.
         if generating is not None and (path != "/" or engine == "tgi"):
-            return Route(True, generating)
+            return Route(True, generating, listed=True)
         if any(path in table for table in _tables(_OTHER, engine)) or _cancels(path):
             return Route(False)
         return Route(True, known=False)

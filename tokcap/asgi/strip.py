@@ -21,11 +21,14 @@ class Stripper:
     """Takes out of one answer what `asked` added to it, whole or chunk by chunk.
 
     fingerprint: the `system_fingerprint` of this server, None if it has none, UNSET if it isn't known yet. vLLM from
-    0.22 on moves it from the last chunk of each choice to that of the usage, so that it has to be moved back.
+    0.22 on moves it from the last chunk of each choice to that of the usage, so that it has to be moved back. Until it
+    is known, a choice that ends before the others goes without: events flow as they come.
     """
 
     def __init__(self, asked: Asked, fingerprint: Any = msgspec.UNSET) -> None:
         self.fingerprint = fingerprint
+        self.told: Any = msgspec.UNSET
+        """What this answer said of it; None if it said that there is none."""
         self.changed = False
         """Whether the answer or the event that came last was changed."""
         self._asked = asked
@@ -39,14 +42,14 @@ class Stripper:
         for each in payload if isinstance(payload, list) else [payload]:
             if isinstance(each, dict):
                 if "system_fingerprint" in each:
-                    self.fingerprint = each["system_fingerprint"]
+                    self.told = each["system_fingerprint"]
                 self._strip(each)
         return payload
 
     def learn(self, event: Any) -> None:
         """What an event tells of those before it that are still held. To be called in the order of the stream."""
         if _is_usage(event):
-            self.fingerprint = event.get("system_fingerprint")
+            self.fingerprint = self.told = event.get("system_fingerprint")
         elif self._counts_every_chunk(event):
             # Nobody asked for usage in every chunk: the server is told to give it in any case.
             self._usage_is_forced = True

@@ -62,6 +62,9 @@ def requested_sampling(request: Mapping[str, Any] | None) -> dict[str, Any]:
             found.update((key, body[key]) for key in _SAMPLING_KEYS if body.get(key) is not None)
     if isinstance(nested, list):
         found["sampling_params"] = nested
+    choice = request.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        found["tool_choice"] = choice  # a grammar, too
     text = request.get("text")
     if isinstance(text, Mapping) and text.get("format") is not None:  # where the Responses dialect has its grammar
         found["response_format"] = text["format"]

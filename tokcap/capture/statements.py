@@ -16,7 +16,7 @@ from ..protocol import Delivered, SettledOutcome, TokenSink
 from .answer import is_stored
 from .context import CaptureContext
 
-__all__ = ("apart", "begin", "deliver", "described", "settle_as", "store")
+__all__ = ("apart", "begin", "deliver", "described", "settle_as", "store", "written")
 
 logger = logging.getLogger("tokcap.capture")
 
@@ -46,6 +46,14 @@ async def apart(context: CaptureContext, write: Callable[[], Awaitable[object]])
     _running.add(task)  # the loop itself holds tasks weakly
     task.add_done_callback(partial(_let_go, context))
     await asyncio.shield(task)
+
+
+async def written(within_s: float) -> None:
+    """Wait until everything is written that calls of this event loop have begun to say, or the time is over."""
+    loop = asyncio.get_running_loop()
+    tasks = {task for task in _running if task.get_loop() is loop}
+    if tasks:
+        await asyncio.wait(tasks, timeout=within_s)
 
 
 def _let_go(context: CaptureContext, task: asyncio.Task[None]) -> None:

@@ -113,9 +113,12 @@ class StreamJoiner:
         return {} if self._joined is None else self._joined.answer()
 
     def feed_data(self, name: str, data: bytes) -> Any:
-        """The next event as `EventSplitter` gives it. Returns it decoded; None for `[DONE]` and what is no JSON."""
-        if data.strip() == b"[DONE]":
-            self.done = True
+        """The next event as `EventSplitter` gives it. Returns it decoded; None for `[DONE]` and what is no JSON.
+
+        One without data only keeps the connection alive.
+        """
+        if len(data) < 100 and data.strip() in (b"[DONE]", b""):
+            self.done |= bool(data.strip())
             return None
         try:
             event = self._decode(data)

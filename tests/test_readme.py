@@ -9,12 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from starlette.applications import Starlette
 
 from tests import recordings
 from tokcap import FileStore, TokenEntry, Trajectory, token_id_capture_config
+from tokcap.asgi import CaptureMiddleware, ServingSettings
 from tokcap.conformance import Report
+from tokcap.evaluation import EvaluationRecorder
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -116,3 +120,42 @@ def test_the_conformance_kit_takes_sinks_and_sources(tmp_path: Path) -> None:
     names = asyncio.run(run(code, {"MySink": opened, "MySource": opened, "url": "store"}))
     assert isinstance(names["report"], Report)
     assert len(made) > 2
+
+
+def test_an_agent_is_given_the_base_url_of_its_rollout() -> None:
+    code = block("agent = OpenAI(")
+    names = asyncio.run(run(code, {"OpenAI": lambda base_url: base_url}))
+    assert names["agent"] == "http://127.0.0.1:8000/ng-rollout/rollout-17/training-token-capture/v1"
+
+
+def test_the_middleware_is_added_to_an_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKCAP_DIR", str(tmp_path / "store"))
+    app = Starlette()
+    asyncio.run(run(block("app.add_middleware("), {"app": app, "CaptureMiddleware": CaptureMiddleware}))
+
+    async def asked() -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return (await client.post("/ng-rollout/bad%2Fid/v1/completions")).status_code
+
+    assert asyncio.run(asked()) == 400
+
+
+def test_summaries_of_evaluation_capture_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def both() -> None:
+        recorder = EvaluationRecorder(tmp_path)
+        call = recorder.begin(
+            "rollout-17", "call-1", method="POST", path="/v1/chat/completions", dialect="chat", request={},
+            request_bytes=2, training=False,
+        )  # fmt: skip
+        call.status(429)
+        await call.end(answer=None, error={"error": {"message": "slow down"}})
+        await recorder.close()
+        await run(block("summaries(").replace("/data/calls", str(tmp_path)), {})
+
+    asyncio.run(both())
+    assert capsys.readouterr().out.startswith("429 rate_limited")
+
+
+def test_every_serving_setting_is_named() -> None:
+    for setting in ServingSettings.__struct_fields__:
+        assert f"`{setting}`" in README, setting

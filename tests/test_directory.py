@@ -585,6 +585,11 @@ LAYERS = [
     {"store"},
     {"config"},
     {"capture"},
+    {"dialects"},
+    {"evaluation"},
+    {"asgi"},
+    {"serve"},
+    {"command"},
     {"trajectory"},
     {"delivery"},
 ]
@@ -626,6 +631,13 @@ def test_lower_layers_never_import_higher_ones() -> None:
         for other in imported:
             low, high = layer(other.split(".")[0]), layer(module.split(".")[0])
             assert low <= high, f"{module} imports {other}"
+
+
+def test_what_reads_rollouts_does_not_know_what_serves_them() -> None:
+    serving = {"dialects", "evaluation", "asgi", "serve", "command"}
+    for module, imported in graph().items():
+        if module.split(".")[0] in ("trajectory", "delivery"):
+            assert not {other.split(".")[0] for other in imported} & serving, module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -892,3 +892,12 @@ def test_directory_that_can_not_be_used_is_said_before_the_first_call(
     store_dir.chmod(0o777)
     with pytest.raises(PermissionError):
         ServedApp(ServeOptions(upstream="http://127.0.0.1:8000"))
+
+
+def test_small_pieces_of_a_stream_are_not_gathered_by_the_kernel() -> None:
+    """asyncio turns that off only for sockets that say that they speak TCP."""
+    from tokcap.serve.options import ServeOptions
+    from tokcap.serve.server import listening_socket
+
+    with listening_socket(ServeOptions(upstream="http://127.0.0.1:1", port=0)) as listening:
+        assert listening.proto == socket.IPPROTO_TCP

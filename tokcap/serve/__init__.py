@@ -16,5 +16,7 @@ captured by `tokcap.asgi.CaptureMiddleware`, which stands in front. Its own rout
 | `own_routes` | `/tokcap/health` and `/tokcap/metrics` |
 | `app` | all of it as one application: `make_app` |
 | `options` | the options, on the command line and in the environment |
-| `run`, `workers` | the server process, its workers, and how they stop |
+| `server` | one server process, and how it stops |
+| `workers` | several of them, and who watches over them |
+| `run` | one or the other: `serve` |
 """

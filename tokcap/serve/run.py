@@ -1,81 +1,19 @@
-"""The server process of the proxy, alone or with workers, and how it stops.
-
-| signal | what happens |
-|---|---|
-| the first SIGTERM or SIGINT | no new calls; those that are open are answered and stored, and it ends with 0 |
-| the graceful time is over | open calls are cancelled, and stored as aborted with the tokens seen; it ends with 0 |
-| the second | it ends at once; the intents of open calls stay, and say that they happened |
-
-At once means without cancelling anything: a cancelled call would be stored as one that the client broke off. While the
-first signal has shown no effect yet, others are the same one: `timeout`, `uv run` and their like signal a process, and
-then the group that it is in.
-"""
+"""`tokcap serve`: one process, or a supervisor of several."""
 
 from __future__ import annotations
 
-import asyncio
-import copy
-import logging
 import os
 import resource
-import socket
-from types import FrameType
-from typing import Any
 
-import uvicorn
-import uvicorn.config
-
-from ..errors import TokcapError
-from .address import upstream_address
-from .app import ServedApp, make_app
+from .app import make_app
 from .options import ServeOptions
+from .server import FAILED_TO_START, announce, listening_socket, server_of
+from .workers import supervise
 
-__all__ = (
-    "FAILED_TO_START",
-    "SAME_SIGNAL_S",
-    "ProxyServer",
-    "announce",
-    "listening_socket",
-    "serve",
-    "server_of",
-)
+__all__ = ("serve",)
 
-logger = logging.getLogger("tokcap.serve")
-
-FAILED_TO_START = 3
-"""The status that uvicorn uses, too."""
-SAME_SIGNAL_S = 0.1
-"""How long after the first signal its effect begins."""
-_BACKLOG = 4096
-"""Connections that may wait to be accepted: an evaluation starts a thousand agents in one moment."""
 _OPEN_FILES = 65536
 """That a process may have, as far as the system lets it."""
-_KEEP_ALIVE_S = 75
-"""How long a connection of a client may be idle. Longer than the usual clients keep it: one that is closed while a
-request is sent on it costs a call."""
-
-
-class ProxyServer(uvicorn.Server):
-    """A uvicorn server that stops as this module says. alone: whether it counts signals, and the second ends it."""
-
-    def __init__(self, config: uvicorn.Config, *, alone: bool = True) -> None:
-        super().__init__(config)
-        self._alone = alone
-        self._stopping = False
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The handler of both signals; uvicorn's own would raise a handled one again at the end."""
-        if self._stopping and self._alone:
-            os.write(2, b"tokcap serve: stopped at once; calls that were open stay open\n")
-            os._exit(128 + sig)
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no new calls, and wait for those that are open."""
-        if self._alone:
-            await asyncio.sleep(SAME_SIGNAL_S)
-        self._stopping = True
-        await super().shutdown(sockets)
 
 
 def serve(options: ServeOptions) -> int:
@@ -86,8 +24,6 @@ def serve(options: ServeOptions) -> int:
     os.environ.update(options.environment())
     _allow_open_files()
     if options.workers > 1:
-        from .workers import supervise
-
         return supervise(options)
     app = make_app()
     with listening_socket(options) as listening:
@@ -97,56 +33,9 @@ def serve(options: ServeOptions) -> int:
     return 0 if server.started else FAILED_TO_START
 
 
-def server_of(options: ServeOptions, app: ServedApp, *, alone: bool = True) -> ProxyServer:
-    """The server of one process; to be run with a listening socket."""
-    config = uvicorn.Config(
-        app,
-        interface="asgi3",
-        lifespan="on",
-        ws="none",
-        # What the engine says of itself and of the time is passed on, and who the client is must not be what it says.
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        access_log=options.log_level in ("debug", "trace"),
-        log_level=options.log_level,
-        log_config=_logging(options.log_level),
-        backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=options.graceful_timeout_s,  # type: ignore[arg-type]  # any number of seconds
-    )
-    return ProxyServer(config, alone=alone)
-
-
-def listening_socket(options: ServeOptions) -> socket.socket:
-    """Bound to the host and port of `options`. Raises `TokcapError` with the reason."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise TokcapError(f"can't listen on {options.host} port {options.port}: {error.strerror or error}") from error
-
-
-def announce(options: ServeOptions, listening: socket.socket) -> None:
-    """Say where the proxy listens."""
-    host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    logger.info("tokcap serves http://%s:%d, for %s", shown, port, upstream_address(options.upstream))
-
-
 def _allow_open_files() -> None:
     """Every call takes two connections, and the usual limit of 1,024 open files ends at 500 of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _logging(level: str) -> dict[str, Any]:
-    """uvicorn's configuration, and the same for what tokcap logs."""
-    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    name = "DEBUG" if level == "trace" else level.upper()
-    config["loggers"]["tokcap"] = {"handlers": ["default"], "level": name, "propagate": False}
-    return config

@@ -26,7 +26,7 @@ from ..asgi.metrics import forget_dead_processes
 from ..errors import TokcapError
 from .app import make_app
 from .options import ServeOptions
-from .run import FAILED_TO_START, SAME_SIGNAL_S, ProxyServer, announce, listening_socket, server_of
+from .server import FAILED_TO_START, SAME_SIGNAL_S, ProxyServer, announce, listening_socket, server_of
 
 __all__ = ("supervise",)
 

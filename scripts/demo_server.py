@@ -10,11 +10,12 @@ import asyncio
 import functools
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tests import recordings
 from tokcap.asgi import CaptureMiddleware
+from tokcap.asgi.interface import Receive, Scope, Send
 from tokcap.config import close_process_endpoints
 
 __all__ = ("GATE", "ROLLOUT", "SEQ", "SHOWN_FIRST", "WORKER", "app", "events_told", "replay", "told")
@@ -28,9 +29,6 @@ SHOWN_FIRST = 3
 WORKER = "x-replay-worker"
 """Header of an answer: the process that gives it."""
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _GATE_LOOKS_S = 0.002
 

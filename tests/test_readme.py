@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from tests import recordings
 from tokcap import FileStore, TokenEntry, Trajectory, token_id_capture_config
 from tokcap.asgi import CaptureMiddleware, ServingSettings
+from tokcap.asgi.settings import serving_settings
 from tokcap.conformance import Report
 from tokcap.evaluation import EvaluationRecorder
 
@@ -71,7 +72,7 @@ def test_capture_and_consume_in_five_lines(tmp_path: Path) -> None:
 
 
 def test_the_configuration_and_its_code(tmp_path: Path) -> None:
-    (settings,) = blocks("yaml")
+    (settings,) = [text for text in blocks("yaml") if "ng_tokcap" in text]
     shown = token_id_capture_config(yaml.safe_load(settings))
     assert shown.enabled
     assert str(shown.resolved_dir()) == "/tmp/ng_tokcap"
@@ -154,6 +155,14 @@ def test_summaries_of_evaluation_capture_are_printed(tmp_path: Path, capsys: pyt
 
     asyncio.run(both())
     assert capsys.readouterr().out.startswith("429 rate_limited")
+
+
+def test_the_configuration_of_serving_has_all_three_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "secret-key")
+    (settings,) = [text for text in blocks("yaml") if "tokcap_serving" in text]
+    config = token_id_capture_config(yaml.safe_load(settings))
+    assert (config.enabled, config.evaluation_enabled) == (True, True)
+    assert serving_settings(yaml.safe_load(settings)).api_keys == ("secret-key",)
 
 
 def test_every_serving_setting_is_named() -> None:

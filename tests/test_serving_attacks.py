@@ -414,3 +414,35 @@ def test_other_lines_of_an_event_and_its_line_ends_stay(store_dir: Path) -> None
     assert shown.startswith(b"id: 0\r\ndata: {")
     assert b"\n" not in shown.replace(b"\r\n", b"")
     assert outcomes(store_dir) == [("recorded", "full")]
+
+
+def test_a_process_that_has_nowhere_to_write_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TOKCAP_DIR", "TOKCAP_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    app = CaptureMiddleware(engine(start(JSON), part(b"{}", False)))
+    assert "set TOKCAP_DIR" in caplog.text
+    caplog.clear()
+    for _ in range(2):
+        asyncio.run(played(app, ASK))
+    assert caplog.text.count("nothing is captured") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"token_id_capture": {"dir": "/var/lib/tokcap"}}, "token_id_capture.enabled is not true"),
+        ({"observability_enabled": True}, "needs model_call_capture_dir"),
+    ],
+)
+def test_half_a_configuration_is_told(config: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture) -> None:
+    CaptureMiddleware(engine(), config)
+    assert words in caplog.text
+
+
+def test_an_engine_that_nobody_knows_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"engine is 'vlm', did you mean vllm\?"):
+        CaptureMiddleware(engine(), {}, engine="vlm")
+    with pytest.raises(ValueError, match="token_id_capture"):
+        CaptureMiddleware(engine(), {}, dir="/var/lib/tokcap")

@@ -104,7 +104,7 @@ class Call:
                     )
                 )
             except TokcapError as error:
-                raise intent_refusal(error) from error
+                raise intent_refusal(error, self._url.rollout_id) from error
             self._metrics.intent_seconds(time.perf_counter() - begun)
             self._metrics.begun()
 

@@ -23,7 +23,7 @@ from .view import View
 if TYPE_CHECKING:
     from ..evaluation import EvaluationRecorder
 
-__all__ = ("CapturedRequest",)
+__all__ = ("CapturedRequest", "check_key")
 
 
 class CapturedRequest:
@@ -36,10 +36,7 @@ class CapturedRequest:
 
     async def capture(self, sink: TokenSink, recorder: EvaluationRecorder | None) -> None:
         """Intent, request, answer, record. Raises `RefusalError` before anything was handed to the application."""
-        if not self._request.server.admits(self._request.headers):
-            # As vLLM says it itself.
-            said = {"error": "Unauthorized"} if self._request.server.engine == "vllm" else None
-            raise RefusalError(401, "the request shows no key that this server accepts", body=said)
+        check_key(self._request)
         client = Client(self._request.receive)
         limit = self._settings.max_body_bytes
         body = await client.read(self._request.headers, limit)
@@ -190,6 +187,14 @@ class CapturedRequest:
             scope["path"] = self._request.url.path_root + CHAT_PATH
             scope["raw_path"] = self._request.url.root + CHAT_PATH.encode()
         return scope
+
+
+def check_key(request: Request) -> None:
+    """Raises `RefusalError` if keys are known and the request shows none of them."""
+    if not request.server.admits(request.headers):
+        # As vLLM says it itself.
+        said = {"error": "Unauthorized"} if request.server.engine == "vllm" else None
+        raise RefusalError(401, "the request shows no key of tokcap_serving.api_keys", body=said)
 
 
 def _model_of(request: dict[str, Any] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from ..capture.statements import written
 from ..config import TokenIdCaptureConfig, config_from_environment, process_sink, token_id_capture_config
 from ..errors import InvalidIdError, TokcapError
 from ..protocol import TokenSink
-from .captured import CapturedRequest
+from .captured import CapturedRequest, check_key
 from .client import ClientGoneError
 from .engines import Server, server_of
 from .interface import Application, Message, Receive, Scope, Send
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from ..evaluation import EvaluationRecorder
 
 __all__ = ("CaptureMiddleware",)
+
+logger = logging.getLogger("tokcap.asgi")
 
 _PATIENCE_S = 10.0
 """How long a shutdown waits for calls that are being given up, and for what is being written of them."""
@@ -54,8 +57,24 @@ class CaptureMiddleware:
         self._routes = Routes(of_serving.routes)
         self._servers: dict[int, Server] = {}
         self._open: set[asyncio.Task[Any]] = set()
+        self._said: set[str] = set()
         self._of_process: tuple[int, TokenSink | None, EvaluationRecorder | None] | None = None
-        self._endpoints()
+        sink_of_all, recorder = self._endpoints()
+        if sink_of_all is None and recorder is None:
+            logger.warning("%s: calls with a capture URL are only stripped of it", self._why_nothing())
+        elif self._config.observability_enabled and recorder is None:
+            logger.warning("observability_enabled has no effect without model_call_capture_dir: no call is summarised")
+
+    def _why_nothing(self) -> str:
+        """Why this process captures nothing, and what to do."""
+        if self._config.token_id_capture.dir and not self._config.enabled:
+            return "nothing is captured, because token_id_capture.enabled is not true (token_id_capture.dir is set)"
+        if self._config.observability_enabled:
+            return "nothing is captured: observability_enabled needs model_call_capture_dir"
+        return (
+            "nothing is captured, because this process has nowhere to write: set TOKCAP_DIR or TOKCAP_CONFIG, or give "
+            'CaptureMiddleware a config such as {"token_id_capture": {"enabled": True, "dir": "/var/lib/tokcap"}}'
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -120,24 +139,34 @@ class CaptureMiddleware:
     async def _generating(self, request: Request) -> None:
         recorder: EvaluationRecorder | None = None
         try:
-            sink, recorder = self._endpoints_now()
+            sink, recorder = self._endpoints_now(request.url.rollout_id)
             if request.url.training and sink is not None:
                 await CapturedRequest(request, self._serving).capture(sink, recorder)
-            elif recorder is not None and request.server.admits(request.headers):
+            elif recorder is not None:
+                check_key(request)
                 await observe(request, self.app, recorder, self._serving.settings.max_body_bytes)
             else:
+                if request.url.training:
+                    self._say_once(self._why_nothing())
                 await self.app(request.scope, request.receive, request.send)
         except RefusalError as refusal:
+            if refusal.status == 401:
+                self._say_once("a capture URL was asked without a key that this server accepts, and answered 401")
             await send_refusal(refusal, request.route.dialect, request.send)
             if not request.summarised and refusal.status != 401:  # strangers leave no trace
                 await request.refused(recorder, refusal)
 
-    def _endpoints_now(self) -> tuple[TokenSink | None, EvaluationRecorder | None]:
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning("%s; said once", message)
+
+    def _endpoints_now(self, rollout_id: str) -> tuple[TokenSink | None, EvaluationRecorder | None]:
         """Raises `RefusalError` if the store can't be opened any more."""
         try:
             return self._endpoints()
         except TokcapError as error:
-            raise intent_refusal(error) from error
+            raise intent_refusal(error, rollout_id) from error
 
     def _endpoints(self) -> tuple[TokenSink | None, EvaluationRecorder | None]:
         """The sink and the recorder of this process; a forked child has its own."""

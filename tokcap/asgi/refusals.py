@@ -40,12 +40,20 @@ class RefusalError(Exception):
         return error_body(dialect, self.status, self.message) if self.body is None else self.body
 
 
-def intent_refusal(error: Exception) -> RefusalError:
+def intent_refusal(error: Exception, rollout_id: str) -> RefusalError:
     """What a client is told if the intent of its call could not be written; nothing has been generated."""
     if isinstance(error, FrozenError):
-        return RefusalError(409, str(error))
+        return RefusalError(
+            409,
+            f"rollout {rollout_id} is frozen for its consumer, and this call was not sent to the engine: stop the "
+            "agent, or reset the rollout to use its id again",
+        )
     if isinstance(error, RetiredError):
-        return RefusalError(410, str(error))
+        return RefusalError(
+            410,
+            f"rollout {rollout_id} was consumed and retired, and this call was not sent to the engine: stop the "
+            "agent, or reset the rollout to use its id again",
+        )
     if isinstance(error, InvalidIdError):
         return RefusalError(400, str(error))
     return RefusalError(503, f"nothing was generated, because the call can't be captured: {error}", retry=True)

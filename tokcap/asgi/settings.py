@@ -20,9 +20,12 @@ import msgspec
 
 from ..config import load_config
 from ..config.arguments import resolved
+from ..config.values import nearest
 from ..errors import ConfigError
 
 __all__ = ("SERVING_BLOCK", "ServingSettings", "serving_settings")
+
+_ENGINES = ("", "vllm", "sglang", "tgi", "trtllm", "other")
 
 SERVING_BLOCK = "tokcap_serving"
 """The key of the block in a configuration file."""
@@ -32,7 +35,8 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of `CaptureMiddleware`; each may also be given to it by name. Raises `ConfigError`."""
 
     engine: str = ""
-    """`vllm`, `sglang`, `tgi`, `trtllm` or another name; empty: found out, and taken for vLLM if it can't be."""
+    """`vllm`, `sglang`, `tgi`, `trtllm`, or `other`, which is asked for nothing; empty: found out, and taken for vLLM
+    if it can't be."""
     engine_version: str = ""
     """Decides which flags the engine knows; empty: found out, and taken for a current one if it can't be."""
     api_keys: tuple[str, ...] = ()
@@ -70,6 +74,11 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{SERVING_BLOCK}.policy_version is a {type(version).__name__}, expected text or a number"
             )
+        if self.engine not in _ENGINES:
+            raise ConfigError(
+                f"{SERVING_BLOCK}.engine is {self.engine!r}{nearest(self.engine, list(_ENGINES[1:]))} There are: "
+                f"{', '.join(_ENGINES[1:])}; `other` is asked for nothing"
+            )
         for route in self.routes:
             method, _, path = route.partition(" ")
             if not method.isupper() or not path.startswith("/"):
@@ -91,9 +100,11 @@ def serving_settings(config: Any = None, **given: Any) -> ServingSettings:
         raise ConfigError(f"{SERVING_BLOCK}: {error}") from None
     unknown = sorted(set(values) - set(ServingSettings.__struct_fields__))
     if unknown:
+        valid = list(ServingSettings.__struct_fields__)
         raise ConfigError(
-            f"{SERVING_BLOCK} has no setting {', '.join(unknown)}. There are: "
-            f"{', '.join(ServingSettings.__struct_fields__)}"
+            f"{SERVING_BLOCK} has no setting {unknown[0]}{nearest(unknown[0], valid)} There are: {', '.join(valid)}; "
+            "what is captured, and where to, is another matter: the block token_id_capture of the configuration, or "
+            'config={"token_id_capture": {"enabled": True, "dir": "/var/lib/tokcap"}}'
         )
     return settings
 

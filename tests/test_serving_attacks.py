@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import json
+import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -446,3 +448,35 @@ def test_an_engine_that_nobody_knows_is_refused_by_name() -> None:
         CaptureMiddleware(engine(), {}, engine="vlm")
     with pytest.raises(ValueError, match="token_id_capture"):
         CaptureMiddleware(engine(), {}, dir="/var/lib/tokcap")
+
+
+OWN_WISH = {"return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("own_wish", [True, False])
+def test_a_compressed_stream_is_captured_and_passes_unchanged_if_nothing_is_stripped(
+    store_dir: Path, own_wish: bool
+) -> None:
+    packer = zlib.compressobj(6, zlib.DEFLATED, 31)
+    encoded = [packer.compress(event) + packer.flush(zlib.Z_SYNC_FLUSH) for event in EVENTS] + [packer.flush()]
+    headers = [*SSE, (b"content-encoding", b"gzip")]
+    messages = [start(headers), *map(part, encoded), part(b"", False)]
+    app = CaptureMiddleware(engine(*messages), block(store_dir), engine="vllm", engine_version="0.32.0")
+    body = {**ASK, "stream": True, **(OWN_WISH if own_wish else {})}
+    seen = body_of(asyncio.run(played(app, body)))
+    assert outcomes(store_dir) == [("recorded", "full")]
+    if own_wish:
+        assert seen == b"".join(encoded)
+    else:
+        plain = gzip.decompress(seen)
+        assert b"[DONE]" in plain
+        assert b'"token_ids":[' not in plain
+
+
+def test_a_stream_that_is_not_of_its_encoding_passes_as_it_is(store_dir: Path) -> None:
+    headers = [*SSE, (b"content-encoding", b"gzip")]
+    for own_wish in ({}, OWN_WISH):
+        messages = [start(headers), part(b"no gzip "), part(b"at all", False)]
+        app = CaptureMiddleware(engine(*messages), block(store_dir), engine="vllm")
+        assert body_of(asyncio.run(played(app, {**ASK, "stream": True, **own_wish}))) == b"no gzip at all"
+    assert {outcome for outcome, _ in outcomes(store_dir)} == {"aborted"}

@@ -11,6 +11,7 @@ import json
 import math
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,7 +119,7 @@ def ask(path: str, **body: Any) -> bytes:
     return json.dumps(start | body).encode()
 
 
-class Harness:
+class Harness(ABC):
     """The client and the looks at what it left behind."""
 
     kind = ""
@@ -127,6 +128,7 @@ class Harness:
     def __init__(self, store_dir: Path, notes: Notebook) -> None:
         self.store_dir, self.notes = store_dir, notes
 
+    @abstractmethod
     def request(
         self,
         method: str,
@@ -144,7 +146,6 @@ class Harness:
         target: path and query as they stand in the request line. parts: the body in several messages. The client goes
         away after so many whole events, or when something holds; then: done once it has gone, while the server works.
         """
-        raise NotImplementedError
 
     @staticmethod
     def new_rollout() -> str:

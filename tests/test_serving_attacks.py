@@ -480,3 +480,16 @@ def test_a_stream_that_is_not_of_its_encoding_passes_as_it_is(store_dir: Path) -
         app = CaptureMiddleware(engine(*messages), block(store_dir), engine="vllm")
         assert body_of(asyncio.run(played(app, {**ASK, "stream": True, **own_wish}))) == b"no gzip at all"
     assert {outcome for outcome, _ in outcomes(store_dir)} == {"aborted"}
+
+
+@pytest.mark.parametrize("headers", [JSON, SSE, [(b"content-type", b"text/plain")]])
+def test_an_application_that_begins_an_answer_and_fails_before_it_read_the_request_generated_nothing(
+    store_dir: Path, headers: list[tuple[bytes, bytes]]
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send(start(headers))
+        raise RuntimeError("before anything was read")
+
+    with pytest.raises(RuntimeError):
+        asyncio.run(played(CaptureMiddleware(app, block(store_dir), engine="vllm"), ASK))
+    assert [outcome for outcome, _ in outcomes(store_dir)] == ["no_generation"]

@@ -113,9 +113,9 @@ class Call:
 
         payload: the decoded body, None if it is no JSON; then `problem` says what it is.
         """
-        self._concluded = True
-        if self.context is None:
+        if self.context is None or self._concluded:
             return
+        self._concluded = True
         if status >= 400:
             await self._refused(status, payload)
         elif status >= 300:
@@ -129,9 +129,9 @@ class Call:
 
     async def streamed(self, joiner: StreamJoiner, headers: Headers) -> None:
         """A stream came to its end, or to what is the end of it. The same promise as `answered`."""
-        self._concluded = True
-        if self.context is None:
+        if self.context is None or self._concluded:
             return
+        self._concluded = True
         if self.client.gone and not joiner.ended and not _has_ids(joiner):
             # Late ids, such as those of SGLang, come after the last finish reason.
             await settle("aborted", "the client had gone before any id", context=self.context)
@@ -140,9 +140,10 @@ class Call:
 
     async def opaque(self, what: str) -> None:
         """An answer passed that is neither JSON nor a stream of events."""
+        if self.context is None or self._concluded:
+            return
         self._concluded = True
-        if self.context is not None:
-            await self._unreadable(what)
+        await self._unreadable(what)
 
     async def failed(self, error: BaseException) -> None:
         """The application raised. If it never asked for the body, it can't have made the model sample."""

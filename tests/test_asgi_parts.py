@@ -284,7 +284,7 @@ def test_a_body_in_many_messages_is_read_whole_and_handed_out_once() -> None:
         assert (before, client.body_taken) == (False, True)
         assert await client.receive() == {"type": "http.disconnect"}
         assert client.gone
-        await client.close()
+        client.close()
 
     asyncio.run(run())
 
@@ -297,7 +297,7 @@ def test_a_disconnect_after_the_answer_is_none() -> None:
         client.end()
         assert await client.receive() == part(b"")
         assert await client.receive() == {"type": "http.disconnect"}
-        await client.close()
+        client.close()
         assert not client.gone
 
     asyncio.run(run())

@@ -493,3 +493,107 @@ def test_an_application_that_begins_an_answer_and_fails_before_it_read_the_reque
     with pytest.raises(RuntimeError):
         asyncio.run(played(CaptureMiddleware(app, block(store_dir), engine="vllm"), ASK))
     assert [outcome for outcome, _ in outcomes(store_dir)] == ["no_generation"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_a_send_that_is_cancelled_while_the_record_is_written_releases_nothing_before_it(
+    store_dir: Path, stream: bool, gives_up: bool
+) -> None:
+    """Some frameworks limit the time of a send, and then raise, or send the same again."""
+    log: list[str] = []
+    whole = json.dumps(WHOLE.response).encode()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send(start(SSE if stream else JSON))
+        for piece in EVENTS if stream else [whole]:
+            message = part(piece, stream)
+            try:
+                await asyncio.wait_for(send(message), 0.02)
+            except TimeoutError:
+                asyncio.get_running_loop().call_later(0.02, sink.gate.set)
+                if gives_up:
+                    raise
+                await send(message)
+        if stream:
+            await send(part(b"", False))
+
+    async def to_client(message: Message) -> None:
+        if b"[DONE]" in message.get("body", b"") or (not stream and message.get("body")):
+            log.append("the end is sent")
+
+    sink = SlowSink(FileStore(store_dir, require_intent=True), log)
+    middleware = CaptureMiddleware(app, sink=sink, engine="vllm")
+    try:
+        asyncio.run(played(middleware, {**ASK, "stream": stream}, send=to_client))
+    except TimeoutError:
+        assert gives_up
+    assert log[:2] == ["put begins", "put returned"]
+    assert set(log[2:]) <= {"the end is sent"}
+    assert gives_up or "the end is sent" in log
+    assert [outcome for outcome, _ in outcomes(store_dir)] == ["recorded"]
+
+
+@pytest.mark.parametrize(("path", "end"), [("/v1/messages", b"message_stop"), ("/v1/responses", b"completed")])
+def test_a_stream_that_breaks_off_does_not_end_as_a_whole_one_in_another_dialect(
+    store_dir: Path, path: str, end: bytes
+) -> None:
+    sent: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send(start(SSE))
+        for event in EVENTS[:-2]:  # without usage and [DONE]
+            await send(part(event))
+        raise ConnectionError("the engine broke off")
+
+    async def to_client(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    asks: dict[str, dict[str, Any]] = {
+        "/v1/messages": {**ASK, "max_tokens": 9},
+        "/v1/responses": {"model": "smollm2", "input": "hi"},
+    }
+    middleware = CaptureMiddleware(app, block(store_dir), engine="vllm")
+    with pytest.raises(ConnectionError):
+        asyncio.run(
+            played(
+                middleware,
+                {**asks[path], "stream": True},
+                path=PATH.replace("/v1/chat/completions", path),
+                send=to_client,
+            )
+        )
+    assert end not in b"".join(sent)
+
+
+def test_a_call_that_is_cancelled_again_and_again_has_a_summary_with_its_outcome(
+    store_dir: Path, tmp_path: Path
+) -> None:
+    """As cancel scopes do, which cancel every await until the task has ended."""
+    config = {**block(store_dir), "model_call_capture_dir": str(tmp_path / "calls"), "observability_enabled": True}
+    streaming = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send(start(SSE))
+        for event in EVENTS[:4]:
+            await send(part(event))
+        streaming.set()
+        await asyncio.sleep(3600)
+
+    async def run() -> set[str]:
+        task = asyncio.create_task(played(CaptureMiddleware(app, config, engine="vllm"), {**ASK, "stream": True}))
+        await streaming.wait()
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.3)
+        return {each.get_coro().__qualname__ for each in asyncio.all_tasks()}  # type: ignore[union-attr]
+
+    left = asyncio.run(run())
+    assert not any("_listen" in name for name in left)
+    (summary,) = summaries(tmp_path / "calls", "r-1")
+    assert summary.outcome == "aborted"
+    assert [outcome for outcome, _ in outcomes(store_dir)] == ["aborted"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -67,7 +67,8 @@ class Call:
         self._known = known
         self._stack = AsyncExitStack()
         self._admission = asyncio.Lock()
-        self._concluded = False
+        self._conclusion: asyncio.Task[None] | None = None
+        """What is said of the answer, once; whoever asks again waits for the same, however often it is cancelled."""
 
     @property
     def choices(self) -> int:
@@ -108,14 +109,30 @@ class Call:
             self._metrics.intent_seconds(time.perf_counter() - begun)
             self._metrics.begun()
 
-    async def answered(self, status: int, headers: Headers, payload: Any, problem: str) -> None:
-        """A whole answer came. When this returns its record is durable, or the call is settled.
+    def answering(self, status: int, headers: Headers, payload: Any, problem: str) -> asyncio.Task[None]:
+        """A whole answer came. When the task is done its record is durable, or the call is settled.
 
-        payload: the decoded body, None if it is no JSON; then `problem` says what it is.
+        payload: the decoded body, None if it is no JSON; then `problem` says what it is. The task has taken what it
+        needs of it when it waits for the first time.
         """
-        if self.context is None or self._concluded:
+        return self._concluded(lambda: self._answered(status, headers, payload, problem))
+
+    async def streamed(self, joiner: StreamJoiner, headers: Headers) -> None:
+        """A stream came to its end, or to what is the end of it. The same promise when this returns."""
+        await asyncio.shield(self._concluded(lambda: self._streamed(joiner, headers)))
+
+    async def opaque(self, what: str) -> None:
+        """An answer passed that is neither JSON nor a stream of events."""
+        await asyncio.shield(self._concluded(lambda: self._unreadable(what)))
+
+    def _concluded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+        if self._conclusion is None:
+            self._conclusion = asyncio.create_task(work())
+        return self._conclusion
+
+    async def _answered(self, status: int, headers: Headers, payload: Any, problem: str) -> None:
+        if self.context is None:
             return
-        self._concluded = True
         if status >= 400:
             await self._refused(status, payload)
         elif status >= 300:
@@ -127,35 +144,23 @@ class Call:
             if self.outcome == "open":  # an error in the clothes of an answer
                 await self._refused(self.context.error_status or 500, payload)
 
-    async def streamed(self, joiner: StreamJoiner, headers: Headers) -> None:
-        """A stream came to its end, or to what is the end of it. The same promise as `answered`."""
-        if self.context is None or self._concluded:
+    async def _streamed(self, joiner: StreamJoiner, headers: Headers) -> None:
+        if self.context is None:
             return
-        self._concluded = True
         if self.client.gone and not joiner.ended and not _has_ids(joiner):
             # Late ids, such as those of SGLang, come after the last finish reason.
             await settle("aborted", "the client had gone before any id", context=self.context)
             return
         await self._record(joiner, headers, 200)
 
-    async def opaque(self, what: str) -> None:
-        """An answer passed that is neither JSON nor a stream of events."""
-        if self.context is None or self._concluded:
-            return
-        self._concluded = True
-        await self._unreadable(what)
-
     async def failed(self, error: BaseException) -> None:
         """The application raised. If it never asked for the body, it can't have made the model sample."""
-        if self.context is None or self._concluded:
-            return
-        if not self.client.body_taken or self._engine_says() == "untouched":
-            await settle("no_generation", "the application failed before the engine was asked", context=self.context)
-            self._concluded = True
+        if self.context is not None and (not self.client.body_taken or self._engine_says() == "untouched"):
+            await asyncio.shield(self._concluded(self._never_asked))
 
     async def unanswered(self) -> None:
         """The application returned, and gave no answer or no end of it."""
-        if self.context is None or self._concluded or self.outcome != "open":
+        if self.context is None or self._conclusion is not None or self.outcome != "open":
             return
         if self.client.gone:
             await settle("aborted", "the client had gone before the answer", context=self.context)
@@ -164,6 +169,9 @@ class Call:
             await settle("no_generation", why, context=self.context)
         else:
             await settle("lost", "the application gave no answer", context=self.context)
+
+    async def _never_asked(self) -> None:
+        await settle("no_generation", "the application failed before the engine was asked", context=self.context)
 
     async def delivered(self, how: Delivered) -> None:
         """Note how much of the answer was sent, after it was sent."""
@@ -174,6 +182,8 @@ class Call:
         """Leave the call: without an outcome it gets the one that `captured_call` gives. Never raises `error`."""
         if self.context is None:
             return
+        if self._conclusion is not None and not self._conclusion.done():
+            await asyncio.wait({self._conclusion})
         arguments = (None, None, None) if error is None else (type(error), error, error.__traceback__)
         try:
             await self._stack.__aexit__(*arguments)
@@ -226,6 +236,8 @@ class Call:
         return "answered" if getattr(metadata, "final_usage_info", None) is not None else ""
 
     async def _unreadable(self, what: str) -> None:
+        if self.context is None:
+            return
         if self.client.gone:
             await settle("aborted", f"the client had gone, and {what}", context=self.context)
         else:

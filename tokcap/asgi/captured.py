@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UntranslatableError
@@ -52,9 +53,10 @@ class CapturedRequest:
         outlet = Outlet(client, self._request.send, call_id, observation)
         answer = CapturedAnswer(call, outlet, view, choices=call.choices)
         client.body = self._inner_body(body, request, asked, translation)
+        exchange = Exchange(call, client, outlet, answer, late=self._is_late)
         error: object = None
         try:
-            await self._exchange(Exchange(call, client, outlet, answer, late=self._is_late), call, client, translation)
+            await self._exchange(exchange, call, client, translation)
         except BaseException as raised:
             error = raised
             if observation is not None and isinstance(raised, RefusalError):
@@ -62,16 +64,24 @@ class CapturedRequest:
                 error = raised.shaped(self._request.route.dialect)
             raise
         finally:
+            gone = client.gone
+            client.close()
             self._serving.learn_fingerprint(model, view.told_fingerprint)
-            if observation is not None:
-                await observation.end(
-                    answer=answer.seen,
-                    error=error or answer.error,
-                    outcome=call.outcome,
-                    detail=call.reason,
-                    client_gone=client.gone,
-                )
-            await client.close()
+
+            async def summarise() -> None:
+                if exchange.ending is not None:
+                    await asyncio.wait({exchange.ending})
+                if observation is not None:
+                    reason = error or answer.error
+                    await observation.end(
+                        answer=answer.seen, error=reason, outcome=call.outcome, detail=call.reason, client_gone=gone
+                    )
+
+            if exchange.ending is None or exchange.ending.done():
+                await summarise()
+            elif observation is not None:
+                # Cancelled again and again: the summary waits for the outcome, and nobody for the summary.
+                self._serving.in_background(summarise())
 
     @property
     def _is_late(self) -> bool:

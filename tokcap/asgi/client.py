@@ -83,14 +83,13 @@ class Client:
         self.answered = True
         self._over.set()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Stop listening."""
         self.end()
         # Let go of it: its cancellation holds a traceback that refers to this client.
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
-            await asyncio.wait({watch})
 
     async def _listen(self) -> None:
         message = await self._receive()

@@ -29,6 +29,8 @@ class Exchange:
         self._answer = answer
         self._late = late
         self._refusal: RefusalError | None = None
+        self.ending: asyncio.Task[None] | None = None
+        """What goes on after a cancellation, until the call has its outcome."""
 
     async def run(self, app: Application, scope: dict[str, Any]) -> None:
         """Ask the application. Raises what it raises, and `RefusalError` if a late intent could not be written."""
@@ -41,9 +43,9 @@ class Exchange:
             raise self._refusal
         if isinstance(error, asyncio.CancelledError):
             # A cancel scope may cancel every await again; what is written goes on by itself.
-            ending = asyncio.create_task(self._give_up(error))
+            self.ending = asyncio.create_task(self._give_up(error))
             with suppress(asyncio.CancelledError):
-                await asyncio.wait({ending}, timeout=_PATIENCE_S)
+                await asyncio.wait({self.ending}, timeout=_PATIENCE_S)
             raise error
         try:
             await self._close(error)
@@ -54,7 +56,8 @@ class Exchange:
 
     async def _give_up(self, error: BaseException) -> None:
         await self._answer.abandon()
-        await self._call.end(error)
+        with suppress(asyncio.CancelledError):
+            await self._call.end(error)
 
     async def _close(self, error: BaseException | None) -> None:
         if error is not None:

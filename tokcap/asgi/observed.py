@@ -112,5 +112,6 @@ async def observe(request: Request, app: Application, recorder: EvaluationRecord
         error = raised
         raise
     finally:
-        await observation.end(answer=answer.seen(), error=error or answer.error, client_gone=client.gone)
-        await client.close()
+        gone = client.gone
+        client.close()
+        await observation.end(answer=answer.seen(), error=error or answer.error, client_gone=gone)

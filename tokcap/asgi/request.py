@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -37,6 +39,13 @@ class Serving(msgspec.Struct):
     metrics: Metrics
     fingerprints: dict[str, Any] = {}
     """Model -> the `system_fingerprint` in its answers, None if they have none."""
+    background: set[asyncio.Task[None]] = set()
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let something go on that nobody waits for; kept until it is over."""
+        task = asyncio.create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     def fingerprint_of(self, model: str) -> Any:
         """UNSET until an answer told it."""

@@ -24,7 +24,7 @@ class StreamedAnswer:
         self._splitter = EventSplitter()
         self._joiner = StreamJoiner(choices=choices, arrays=call.asked.hides_prompt_ids)
         self._held: list[Piece] = []
-        self._recorded = False
+        self._recorded = self._broken = False
         self._unreadable = False
         """Whether its content encoding turned out to be another: then it only passes."""
 
@@ -54,6 +54,7 @@ class StreamedAnswer:
 
     async def break_off(self, *, silent: bool) -> None:
         """The end never came: what was seen is recorded, and what is held goes out, without an end."""
+        self._broken = True
         if not self._recorded:
             await self._record()
         await self._release(more=True)
@@ -66,6 +67,7 @@ class StreamedAnswer:
     def _pieces(self, data: bytes) -> list[Piece]:
         """What of these bytes may go out; the rest is held."""
         flowing: list[Piece] = []
+        content = False
         coding = self._outlet.coding
         if not self._unreadable:
             try:
@@ -79,12 +81,13 @@ class StreamedAnswer:
                         self._take(flowing, name, payload, raw)
                     return flowing
                 for name, payload, raw in self._splitter.feed_raw(plain):
-                    self._take([], name, payload, raw)
+                    content |= self._take([], name, payload, raw)
         # Encoded bytes pass as they are, message by message.
-        (self._held if self._ends() else flowing).append(Piece(data))
+        (self._held if self._ends() else flowing).append(Piece(data, content=content))
         return flowing
 
-    def _take(self, flowing: list[Piece], name: str, payload: bytes | None, raw: bytes) -> None:
+    def _take(self, flowing: list[Piece], name: str, payload: bytes | None, raw: bytes) -> bool:
+        """Read a piece, and see whether it flows or is held. Returns whether it says something that was sampled."""
         piece = Piece(raw)
         if payload is not None:
             event = self._joiner.feed_data(name, payload)
@@ -94,6 +97,7 @@ class StreamedAnswer:
         passes_encoded = not self._outlet.coding.identity and not self._view.changes
         if not passes_encoded:
             (self._held if self._ends() else flowing).append(piece)
+        return piece.content
 
     def _ends(self) -> bool:
         """Whether the end has begun: with the last finish reason, or with an error."""
@@ -118,7 +122,7 @@ class StreamedAnswer:
     async def _flow(self, pieces: list[Piece], *, more: bool) -> None:
         data = b"".join(map(self._view.shown, pieces))
         if self._recorded:
-            data += self._view.end(complete=self._joiner.finished)
+            data += self._view.end(complete=self._joiner.finished and not self._broken)
         if self._view.changes and not self._unreadable and (data or not more):
             data = self._outlet.coding.encode(data, last=not more)
         await self._outlet.body(data, more=more, content=any(piece.content for piece in pieces))

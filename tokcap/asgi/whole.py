@@ -35,17 +35,15 @@ class WholeAnswer:
         if more:
             return
         body = b"".join(self._parts)
-        self._parts = []
         payload, problem = self._decoded(body)
-        recording = asyncio.create_task(
-            self._call.answered(self._outlet.status, self._outlet.headers, payload, problem)
-        )
+        recording = self._call.answering(self._outlet.status, self._outlet.headers, payload, problem)
         await asyncio.sleep(0)  # it has taken what it needs of the payload before it waits for the store
         shown = self._shown(body, payload)
-        await recording
+        await asyncio.shield(recording)
         changed = shown is not body
         json = b"application/json" if changed and self._view.translates else b""
-        await self._outlet.start(length=len(shown) if changed else None, content_type=json)
+        if not self._outlet.started:  # else an earlier try was cancelled in the middle
+            await self._outlet.start(length=len(shown) if changed else None, content_type=json)
         await self._outlet.body(shown, more=False)
 
     async def break_off(self, *, silent: bool) -> None:
@@ -53,9 +51,11 @@ class WholeAnswer:
 
         silent: nothing goes out, because the server has an error to say.
         """
-        await self._call.answered(self._outlet.status, self._outlet.headers, None, "the answer broke off")
+        outlet = self._outlet
+        await asyncio.shield(self._call.answering(outlet.status, outlet.headers, None, "the answer broke off"))
         if not silent:
-            await self._outlet.start()
+            if not outlet.started:
+                await outlet.start()
             await self._outlet.body(b"".join(self._parts), more=True)
 
     async def abandon(self) -> None:

@@ -102,7 +102,10 @@ class Proxy:
         """The processes that serve, by the identity that they show to the engine of their parent."""
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+        commands = {}
+        for child in children:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has just ended
+                commands[child] = Path(f"/proc/{child}/cmdline").read_bytes()
         return [int(child) for child, command in commands.items() if b"spawn_main" in command]
 
     def outcomes(self) -> list[str]:

@@ -10,12 +10,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from mmap import mmap
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 from tokcap import FileStore
 from tokcap.store import base as store_module
 from tokcap.store.files import Files, Modes
+from tokcap.store.syncs import KernelSyncs, Sync
 
 CHANGING = ("mkdir", "create", "pwritev", "acknowledge", "link", "rename", "unlink", "rmdir")
 SYNCING = ("fdatasync", "fsync")
@@ -96,8 +97,10 @@ def changed_directories(call: Call) -> set[str]:
 class FaultyFiles(Files):
     """`Files` with a trace, and with faults while `failing` is entered."""
 
-    def __init__(self, modes: Modes | None = None) -> None:
+    def __init__(self, modes: Modes | None = None, *, in_kernel: bool = False) -> None:
         super().__init__(modes)
+        self.in_kernel = in_kernel
+        """Whether syncs that may run at the same time are handed to `TracedSyncs`, and not to threads."""
         self.trace: list[Call] = []
         self._plan: _Plan | None = None
         self._guard = threading.Lock()
@@ -158,6 +161,9 @@ class FaultyFiles(Files):
         self._on("fdatasync", fd)
         super().fdatasync(fd)
 
+    def kernel_syncs(self, most: int, eventfd: int) -> KernelSyncs | None:
+        return TracedSyncs(self, most, eventfd) if self.in_kernel else None
+
     def fsync_directory(self, path: str) -> None:
         self._enter(Call("open_directory", path))
         super().fsync_directory(path)
@@ -201,6 +207,10 @@ class FaultyFiles(Files):
         self._enter(Call("stat", path))
         return super().stat(path)
 
+    def stat_below(self, fd: int, path: str) -> os.stat_result:
+        self._enter(Call("stat", f"{os.readlink(f'/proc/self/fd/{fd}')}/{path}"))
+        return super().stat_below(fd, path)
+
     def fstat(self, fd: int) -> os.stat_result:
         self._on("fstat", fd)
         return super().fstat(fd)
@@ -224,6 +234,37 @@ class FaultyFiles(Files):
     def unlock(self, fd: int) -> None:
         self._on("unlock", fd)
         super().unlock(fd)
+
+
+class TracedSyncs(KernelSyncs):
+    """In the place of the kernel: each sync is a call in the trace and may fail; the last one started is done first."""
+
+    def __init__(self, files: FaultyFiles, most: int, eventfd: int) -> None:
+        self.most, self._files, self._eventfd = most, files, eventfd
+        self._done: list[tuple[Any, OSError | None]] = []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._done)
+
+    def start(self, syncs: Sequence[Sync]) -> int:
+        syncs = syncs[: self.most - len(self._done)]
+        for sync in reversed(syncs):
+            error = None
+            try:
+                (self._files.fsync if sync.whole else self._files.fdatasync)(sync.descriptor)
+            except OSError as failure:
+                error = failure
+            self._done.append((sync.ticket, error))
+        os.eventfd_write(self._eventfd, 1)
+        return len(syncs)
+
+    def finished(self) -> list[tuple[Any, OSError | None]]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> list[tuple[Any, OSError | None]]:
+        return self.finished()
 
 
 # ---- what is stored, as anybody may see it

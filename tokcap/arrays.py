@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +23,12 @@ IdArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 MAX_TOKEN_ID = 2**31 - 1
+
+_INT32 = np.dtype(np.int32)
+_FLOAT64 = np.dtype(np.float64)
+_encode = msgspec.msgpack.Encoder().encode
+# The methods of arrays call these through two more functions.
+_least, _largest = np.minimum.reduce, np.maximum.reduce
 
 
 class StoredArray(np.ndarray[Any, Any]):
@@ -36,6 +43,11 @@ def token_id_array(value: object, *, field: str, where: str) -> IdArray:
     """
     if isinstance(value, (list, tuple)):
         return _ids_from_sequence(value, field, where)
+    if type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1:
+        ids = owned_array(value, _INT32)  # owned first: what is checked is what is kept
+        if len(ids) and _least(ids) < 0:
+            _refuse_range(ids, ids < 0, field, where)
+        return ids
     source = _as_array(value, field, where)
     if source is None:
         if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
@@ -45,11 +57,14 @@ def token_id_array(value: object, *, field: str, where: str) -> IdArray:
         return _ids_from_sequence(source.tolist(), field, where)
     if source.dtype.kind not in "iu" and source.size:  # numpy makes an empty list a float64 array
         raise InvalidEntryError(f"{where}: {field} has dtype {source.dtype}, token ids are integers")
-    if source.size and source.dtype.kind == "i" and int(source.min()) < 0:
+    given = source
+    if source.dtype == np.int64:
+        source = source.view(np.uint64)  # a negative number is a large one: one look at each id tells both
+    if source.size and source.dtype.kind == "i" and _least(source) < 0:
         _refuse_range(source, source < 0, field, where)
-    if source.size and source.dtype.itemsize + (source.dtype.kind == "u") > 4 and int(source.max()) > MAX_TOKEN_ID:
-        _refuse_range(source, source > MAX_TOKEN_ID, field, where)
-    return owned_array(source, np.dtype(np.int32))
+    if source.size and source.dtype.itemsize + (source.dtype.kind == "u") > 4 and _largest(source) > MAX_TOKEN_ID:
+        _refuse_range(given, source > MAX_TOKEN_ID, field, where)
+    return owned_array(source, _INT32)
 
 
 def log_prob_array(value: object, *, field: str, where: str) -> FloatArray:
@@ -63,22 +78,23 @@ def log_prob_array(value: object, *, field: str, where: str) -> FloatArray:
         return _floats_from_sequence(list(value), field, where)
     if source.dtype.kind == "O":
         return _floats_from_sequence(source.tolist(), field, where)
-    if source.dtype.kind not in "fiu" or source.dtype.itemsize > 8:
+    if source.dtype is not _FLOAT64 and (source.dtype.kind not in "fiu" or source.dtype.itemsize > 8):
         raise InvalidEntryError(f"{where}: {field} has dtype {source.dtype}, log-probs are floats of at most 64 bits")
-    return _one_nan(source.astype(np.float64))
+    return _one_nan(source.astype(_FLOAT64))
 
 
 def owned_array(source: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """`source` as a C-ordered, read-only array of `dtype`; copied if anybody could still write to it."""
     if (
-        source.dtype != dtype
-        or not source.flags.c_contiguous
-        or not _lies_in_bytes(source)
-        or type(source) is not np.ndarray
+        type(source) is np.ndarray
+        and source.dtype == dtype
+        and not (flags := source.flags).writeable
+        and flags.c_contiguous
+        and _lies_in_bytes(source)
     ):
-        data = np.asarray(source).astype(dtype, copy=False).tobytes()
-        return np.ndarray(source.shape, dtype, buffer=data)
-    return source
+        return source
+    data = np.asarray(source).astype(dtype, copy=False).tobytes()
+    return np.ndarray(source.shape, dtype, buffer=data)
 
 
 def _lies_in_bytes(source: npt.NDArray[Any]) -> bool:
@@ -119,14 +135,17 @@ def _as_array(value: object, field: str, where: str) -> npt.NDArray[Any] | None:
 
 def _ids_from_sequence(value: Sequence[Any], field: str, where: str) -> IdArray:
     try:
-        # array('i') asks each object for __index__: floats and strings are refused in C, at full speed.
-        ids = np.frombuffer(array("i", value).tobytes(), dtype=np.int32)
+        # Asks each object for __index__: floats, strings and negative numbers are refused in C. Unsigned, because
+        # CPython converts those four times as fast (4.6 ns against 18, measured with 3.11).
+        ids = np.frombuffer(array("I", value).tobytes(), dtype=np.int32)
+        if len(ids) and _least(ids) < 0:
+            raise OverflowError("an id is too large")
     except Exception as error:  # an item's __index__ may raise anything
         for position, item in enumerate(value):
             _check_id(item, position, field, where)
         raise InvalidEntryError(f"{where}: {field} is {shown(value)}, not token ids: {error}") from error
     suspects = np.flatnonzero(ids <= 1)  # a bool can only hide behind a 0 or a 1
-    if suspects.size and (suspects.size < 256 or set(map(type, value)) != {int} or int(ids.min()) < 0):
+    if suspects.size and (suspects.size < 256 or set(map(type, value)) != {int}):
         for position in suspects.tolist():
             _check_id(value[position], position, field, where)
     return ids
@@ -158,6 +177,9 @@ def _refuse_range(source: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], field:
 
 
 def _floats_from_sequence(value: Sequence[Any], field: str, where: str) -> FloatArray:
+    floats = _plain_floats(value)
+    if floats is not None:
+        return _one_nan(floats)
     try:
         floats = np.array(array("d", value), dtype=np.float64)
     except Exception:  # None among them, or an item whose __float__ raises
@@ -167,6 +189,26 @@ def _floats_from_sequence(value: Sequence[Any], field: str, where: str) -> Float
     for position in np.flatnonzero((floats == 0.0) | (floats == 1.0)).tolist():
         _check_float(value[position], position, field, where)
     return _one_nan(floats)
+
+
+def _plain_floats(value: Sequence[Any]) -> FloatArray | None:
+    """`value` as an array if each of its items is a float and nothing else, at a tenth of the price.
+
+    msgpack writes a float in 9 bytes, the first of them 0xcb. The first item starts behind the header of the array; if
+    it is a float the second starts 9 bytes later, and so on: the bytes prove the types.
+    """
+    count = len(value)
+    try:
+        encoded = _encode(value)
+    except Exception:  # something that msgpack has no word for: numpy's floats, say
+        return None
+    start = 1 if count < 16 else 3 if count < 2**16 else 5
+    if len(encoded) != start + 9 * count:
+        return None
+    items = np.frombuffer(encoded, np.uint8, 9 * count, start).reshape(count, 9)
+    if not (items[:, 0] == 0xCB).all():
+        return None
+    return items[:, 1:].copy().view(">f8").reshape(count).astype(_FLOAT64)
 
 
 def _check_float(item: Any, position: int, field: str, where: str) -> float:
@@ -183,9 +225,8 @@ def _check_float(item: Any, position: int, field: str, where: str) -> float:
 
 
 def _one_nan(floats: FloatArray) -> FloatArray:
-    unknown = np.isnan(floats)
-    if unknown.any():
-        floats[unknown] = np.nan
+    if len(floats) and (least := _least(floats)) != least:  # a NaN anywhere is the least of all
+        floats[np.isnan(floats)] = np.nan
     floats.flags.writeable = False
     return floats
 

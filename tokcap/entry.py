@@ -97,20 +97,17 @@ class TokenEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
         rollout_id = check_rollout_id(self.rollout_id)
         call_id = check_model_call_id(self.model_call_id, rollout_id=rollout_id)
         where = f"rollout {rollout_id}, call {call_id}"
-        if not _is_int(self.schema_version) or not 1 <= self.schema_version <= SCHEMA_VERSION:
-            raise InvalidEntryError(
-                f"{where}: schema_version is {shown(self.schema_version)}; this tokcap reads 1..{SCHEMA_VERSION}, "
-                "upgrade it to read newer entries"
-            )
-        if not _is_int(self.choice_index) or not 0 <= self.choice_index < 2**31:
-            raise InvalidEntryError(f"{where}: choice_index is {shown(self.choice_index)}, expected an integer from 0")
-        where = f"{where}, choice {self.choice_index}"
         put = force_setattr
         # Exact builtins, because subclasses and numpy integers can't be encoded.
-        put(self, "rollout_id", rollout_id)
-        put(self, "model_call_id", call_id)
-        put(self, "schema_version", int(self.schema_version))
-        put(self, "choice_index", int(self.choice_index))
+        if rollout_id is not self.rollout_id:
+            put(self, "rollout_id", rollout_id)
+        if call_id is not self.model_call_id:
+            put(self, "model_call_id", call_id)
+        if type(self.schema_version) is not int or self.schema_version != SCHEMA_VERSION:
+            self._own_schema_version(where)
+        if type(self.choice_index) is not int or not 0 <= self.choice_index < 2**31:
+            self._own_choice_index(where)
+        where = f"{where}, choice {self.choice_index}"
         put(self, "prompt_token_ids", token_id_array(self.prompt_token_ids, field="prompt_token_ids", where=where))
         ids = token_id_array(self.generation_token_ids, field="generation_token_ids", where=where)
         log_probs = log_prob_array(self.generation_log_probs, field="generation_log_probs", where=where)
@@ -121,32 +118,55 @@ class TokenEntry(msgspec.Struct, frozen=True, eq=False, weakref=True):
             )
         put(self, "generation_token_ids", ids)
         put(self, "generation_log_probs", log_probs)
-        put(self, "routed_experts", _routed_experts(self.routed_experts, where))
+        if self.routed_experts is not None:
+            put(self, "routed_experts", _routed_experts(self.routed_experts, where))
         for field in ("model", "response_id", "finish_reason"):
             value = getattr(self, field)
-            if not isinstance(value, str):
-                raise InvalidEntryError(f"{where}: {field} is {shown(value)}, expected a string")
-            put(self, field, str.__str__(value))
-        put(self, "created_at", _seconds(self.created_at, where))
-        put(self, "pieces", _pieces(self.pieces, where))
+            if type(value) is not str:
+                if not isinstance(value, str):
+                    raise InvalidEntryError(f"{where}: {field} is {shown(value)}, expected a string")
+                put(self, field, str.__str__(value))
+        if type(self.created_at) is not float or self.created_at != self.created_at:
+            put(self, "created_at", _seconds(self.created_at, where))
+        if self.pieces is not None:
+            put(self, "pieces", _pieces(self.pieces, where))
         self._own_contents(where)
+
+    def _own_schema_version(self, where: str) -> None:
+        if not _is_int(self.schema_version) or not 1 <= self.schema_version <= SCHEMA_VERSION:
+            raise InvalidEntryError(
+                f"{where}: schema_version is {shown(self.schema_version)}; this tokcap reads 1..{SCHEMA_VERSION}, "
+                "upgrade it to read newer entries"
+            )
+        force_setattr(self, "schema_version", int(self.schema_version))
+
+    def _own_choice_index(self, where: str) -> None:
+        if not _is_int(self.choice_index) or not 0 <= self.choice_index < 2**31:
+            raise InvalidEntryError(f"{where}: choice_index is {shown(self.choice_index)}, expected an integer from 0")
+        force_setattr(self, "choice_index", int(self.choice_index))
 
     def _own_contents(self, where: str) -> None:
         for field, kinds in _CONTENT_FIELDS:
             value = getattr(self, field)
+            if type(value) is kinds[0] and not value:
+                force_setattr(self, field, kinds[0]())  # the caller may fill his own
+                continue
             if not isinstance(value, kinds):
                 raise InvalidEntryError(f"{where}: {field} is {type(value).__name__}, expected {kinds[0].__name__}")
             copied = storable(value) if value else kinds[0]()
             # Replaced as a whole, a list is a mapping now, too.
             force_setattr(self, field, copied if isinstance(copied, kinds) else [copied])
-        spans = [tuple(span) if isinstance(span, list) else span for span in self.policy_versions]
-        force_setattr(self, "policy_versions", spans)
+        if self.policy_versions:
+            spans = [tuple(span) if isinstance(span, list) else span for span in self.policy_versions]
+            force_setattr(self, "policy_versions", spans)
         index = self.token_item_index
-        if index is not None and (not _is_int(index) or not 0 <= index < len(self.output_items)):
+        if index is None:
+            return
+        if not _is_int(index) or not 0 <= index < len(self.output_items):
             raise InvalidEntryError(
                 f"{where}: token_item_index is {shown(index)}, but there are {len(self.output_items)} output_items"
             )
-        force_setattr(self, "token_item_index", None if index is None else int(index))
+        force_setattr(self, "token_item_index", int(index))
 
     def __eq__(self, other: object) -> bool:
         return identical(self, other) if isinstance(other, TokenEntry) else NotImplemented

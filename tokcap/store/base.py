@@ -20,7 +20,7 @@ from .liveness import Liveness
 from .looking import Looker
 from .operations import Operation
 from .requests import Requests
-from .root import boot_id, group_id_of, open_root, read_marker, sync_threads_for
+from .root import boot_id, group_id_of, kernel_syncs_for, open_root, read_marker, sync_threads_for
 from .sweep import Housekeeper
 from .waiters import Mailbox, in_thread
 
@@ -106,6 +106,8 @@ class StoreBase:
         self._liveness = Liveness(self._files, self._layout)
         self._signalling: set[int] = set()
         """Descriptors that show others that a freeze waits for open calls."""
+        self._mailbox: Mailbox | None = None
+        """Of the loop that called last: nearly always there is only one."""
         self._mailboxes: weakref.WeakKeyDictionary[Any, Mailbox] = weakref.WeakKeyDictionary()
         self._housekeeper: Housekeeper | None = None
 
@@ -129,6 +131,8 @@ class StoreBase:
                     self._layout,
                     boot_id=self._boot_id,
                     sync_threads=settings["sync_threads"] or sync_threads_for(kind),
+                    # Who says how many threads wait for the device wants threads.
+                    kernel_syncs=0 if settings["sync_threads"] else kernel_syncs_for(kind),
                     cache_bytes=settings["cache_bytes"],
                     segment_bytes=settings["segment_bytes"],
                     descriptors=_descriptor_budget(),
@@ -149,9 +153,12 @@ class StoreBase:
 
         engine = self._running()
         loop = asyncio.get_running_loop()
-        mailbox = self._mailboxes.get(loop)
-        if mailbox is None:
-            mailbox = self._mailboxes[loop] = Mailbox(loop)
+        mailbox = self._mailbox
+        if mailbox is None or not mailbox.belongs_to(loop):
+            mailbox = self._mailboxes.get(loop)
+            if mailbox is None:
+                mailbox = self._mailboxes[loop] = Mailbox(loop)
+            self._mailbox = mailbox
         future: asyncio.Future[Any] = loop.create_future()
         operation.waiter = (mailbox, future)
         engine.submit(operation)

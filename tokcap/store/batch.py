@@ -21,6 +21,10 @@ from .records import SegmentHeader, encode_record
 __all__ = ("Batch", "Place")
 
 
+_JOINED_BELOW = 64 << 10
+"""Bytes; a copy of this little costs less than a write from many places."""
+
+
 class Place(msgspec.Struct, frozen=True, gc=False):
     """Where a frame of a batch will stand."""
 
@@ -53,9 +57,9 @@ class Batch:
         for part in body:
             length += len(part)
             crc = crc32(part, crc)
-        place = Place(self.next_sequence, self.end + HEADER_SIZE, length, crc)
+        place = Place(self.first + len(self._frames), self.end + HEADER_SIZE, length, crc)
         self._frames.append((kind, flags, body, place))
-        self.end += HEADER_SIZE + length + padding(length)
+        self.end += HEADER_SIZE + length + -length % 8
         return place
 
     def add_record(self, kind: Kind, record: msgspec.Struct) -> Place:
@@ -121,4 +125,4 @@ class Batch:
                 buffers.append(bytes(pad))
         if trailer:
             buffers.append(UNACKNOWLEDGED)
-        return buffers
+        return [b"".join(buffers)] if self.end - self.offset < _JOINED_BELOW else buffers

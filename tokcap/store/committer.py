@@ -1,9 +1,10 @@
-"""The committer: one thread that writes batches for all open rollouts, and a few that wait for the device.
+"""The committer: one thread that writes batches for all open rollouts, while the kernel syncs those before them.
 
 Writing a batch is a handful of short calls; done by many threads at once they would spend their time handing each
-other the interpreter. So one thread encodes and writes, hands descriptors to sync threads that do nothing but wait,
-and acknowledges what comes back. What is done at about the same time is delivered by one wake-up per event loop.
-Whatever is not the short path (a first put, a reload, a frozen rollout, a freeze) goes to the workers.
+other the interpreter. So one thread encodes and writes, has the kernel sync the files (`syncs`; threads that do nothing
+but wait, where the kernel can't), and acknowledges what comes back. What is done at about the same time is delivered
+by one wake-up per event loop. Whatever is not the short path (a reload, a frozen rollout, a freeze; with threads that
+sync, first puts) goes to the workers.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from ..errors import CorruptError
+from .inbox import BellInbox, Inbox
 from .operations import Operation, RecordOperation
 from .queue import Queued
-from .serving import Server, fail
+from .serving import Commit, Server, fail
+from .syncs import KernelSyncs, Sync
 from .waiters import start_thread
 
 __all__ = ("Committer",)
+
+_STARTED_AT_ONCE = 8
+"""Syncs, while more is to be written: the device has something to do meanwhile."""
 
 logger = logging.getLogger("tokcap.store")
 
@@ -34,6 +40,7 @@ class Committer:
         server: Server,
         sync_threads: int,
         *,
+        kernel_syncs: int,
         most_unsynced: int,
         pending: Callable[[Queued], list[Operation]],
         elsewhere: Callable[[Queued, list[Operation]], None],
@@ -45,13 +52,28 @@ class Committer:
         self._most_unsynced = most_unsynced
         """Rollouts between write and acknowledgement; each of them needs its descriptors."""
         self._pending, self._elsewhere, self._leave, self._deliver = pending, elsewhere, leave, deliver
-        self._inbox: SimpleQueue[Queued | None] = SimpleQueue()
+        self._inbox: Inbox[Queued | None] = Inbox()
+        self._kernel: KernelSyncs | None = None
+        if kernel_syncs:
+            self._use_kernel(kernel_syncs)
         self._to_sync: SimpleQueue[Queued | None] = SimpleQueue()
         self._backlog: deque[Queued] = deque()
         """Rollouts that are not written yet because too many others are unsynced."""
         self._syncing = 0
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
+
+    def _use_kernel(self, most: int) -> None:
+        try:
+            inbox: BellInbox[Queued | None] = BellInbox()
+        except OSError:
+            return  # no descriptor left for it: threads do without
+        self._kernel = self._server.files.kernel_syncs(most, inbox.bell)
+        if self._kernel is None:
+            inbox.close()
+        else:
+            self._inbox = inbox
+            self._most_unsynced = min(self._most_unsynced, self._kernel.most)
 
     def take(self, queued: Queued) -> None:
         """A rollout with operations. Raises `OSError` if there is no thread to take it."""
@@ -65,20 +87,28 @@ class Committer:
         """End the threads once the inbox is empty."""
         if self._threads:
             self._inbox.put(None)
+        else:
+            self._close()
+
+    def abandon(self) -> None:
+        """In a forked child: the threads and what the kernel does are the parent's."""
+        self._inbox.abandon()
+
+    def _close(self) -> None:
+        if self._kernel is not None:
+            self._kernel.close()
+        self._inbox.close()
 
     def _start(self, target: Callable[[], None], name: str) -> None:
         self._threads.append(start_thread(target, name))
 
     def _run(self) -> None:
         while True:
-            arrived: list[Queued | None] = [self._inbox.get()]
-            try:
-                while True:
-                    arrived.append(self._inbox.get_nowait())
-            except Empty:
-                pass
+            arrived = self._inbox.take()
             stop = None in arrived
             finished: list[Operation] = []
+            if self._kernel is not None and self._syncing:
+                self._collect(self._kernel, finished)
             for queued in arrived:
                 if queued is None:
                     continue
@@ -93,12 +123,13 @@ class Committer:
             if stop:
                 for _ in self._threads[1:]:
                     self._to_sync.put(None)
+                self._close()
                 return
 
     def _write_all(self) -> None:
         finished: list[Operation] = []
         written: list[Queued] = []
-        inline = self._sync_threads <= 1
+        inline = self._sync_threads <= 1 and self._kernel is None
         while self._backlog and self._syncing + len(written) < self._most_unsynced:
             queued = self._backlog.popleft()
             if self._write(queued, finished):
@@ -106,9 +137,52 @@ class Committer:
                     self._sync(queued, finished)
                 else:
                     written.append(queued)
-        if len(written) == 1 and not self._syncing and not self._backlog and self._inbox.empty():
+                    if self._kernel is not None and len(written) >= _STARTED_AT_ONCE:
+                        self._hand_over(self._kernel, written, finished)
+        if len(written) == 1 and not self._syncing and not self._backlog and self._inbox.is_empty():
             # Alone: handing over would only add two wake-ups.
             self._sync(written.pop(), finished)
+        if self._kernel is not None:
+            self._hand_over(self._kernel, written, finished)
+        elif written:
+            self._hand_to_threads(written)
+        if finished:
+            self._deliver(finished)
+
+    # ---- syncs that the kernel does
+
+    def _hand_over(self, kernel: KernelSyncs, written: list[Queued], finished: list[Operation]) -> None:
+        """Start the syncs of what was written; those that the kernel doesn't take are done here."""
+        syncs: list[Sync] = []
+        for queued in written:
+            commit = queued.commit
+            assert commit is not None
+            commit.owner = queued
+            try:
+                own = commit.to_sync()
+            except OSError as error:
+                commit.error = error
+                self._finish(queued, finished)
+                continue
+            commit.unsynced = len(own)
+            syncs += own
+            self._syncing += 1
+        written.clear()
+        for sync in syncs[kernel.start(syncs) :]:
+            self._synced(sync.ticket, self._server.sync(sync), finished)
+
+    def _collect(self, kernel: KernelSyncs, finished: list[Operation]) -> None:
+        for commit, error in kernel.finished():
+            self._synced(commit, error, finished)
+
+    def _synced(self, commit: Commit, error: OSError | None, finished: list[Operation]) -> None:
+        if commit.synced(error):
+            self._syncing -= 1
+            self._finish(commit.owner, finished)
+
+    # ---- syncs that threads wait for
+
+    def _hand_to_threads(self, written: list[Queued]) -> None:
         for queued in written:
             self._syncing += 1
             self._to_sync.put(queued)
@@ -118,8 +192,6 @@ class Committer:
         except OSError:  # no more threads: those that there are have to do
             if len(self._threads) <= 1:
                 self._sync_here()
-        if finished:
-            self._deliver(finished)
 
     def _sync(self, queued: Queued, finished: list[Operation]) -> None:
         assert queued.commit is not None
@@ -143,6 +215,8 @@ class Committer:
             while (queued := self._to_sync.get_nowait()) is not None:
                 self._sync_next(queued)
 
+    # ---- one rollout
+
     def _write(self, queued: Queued, finished: list[Operation]) -> bool:
         """Write what waits for an open rollout that nobody else changed; True if it now has to be synced."""
         operations = self._pending(queued)
@@ -160,18 +234,29 @@ class Committer:
     def _try_to_write(self, queued: Queued, operations: list[Operation], finished: list[Operation]) -> bool:
         rollout = queued.rollout
         log = rollout.log
-        if log is None or rollout.needs_new_segment(log) or not all(isinstance(o, RecordOperation) for o in operations):
+        # With threads that sync, a first put takes one of the workers: it has several directories to wait for.
+        if (log is None and self._kernel is None) or (log is not None and rollout.needs_new_segment(log)):
             self._elsewhere(queued, operations)
             return False
-        try:
-            if self._server.enter(rollout, create=False) != "held":
+        creates = False
+        for operation in operations:
+            if not isinstance(operation, RecordOperation):
                 self._elsewhere(queued, operations)
                 return False
+            creates = creates or operation.creates
+        try:
+            if self._server.enter(rollout, create=log is None and creates) != "held":
+                self._elsewhere(queued, operations)
+                return False
+            if log is None:
+                log = self._server.begin_log(rollout)
         except BaseException as error:
+            held = rollout.fence_fd >= 0
+            rollout.drop()
             fail(operations, error, rollout.path)
-            self._done(queued, operations, finished, held=False)
+            self._done(queued, operations, finished, held=held)
             return False
-        if rollout.log is not log:
+        if log is None or rollout.log is not log:
             queued.entered = operations
             self._elsewhere(queued, operations)
             return False

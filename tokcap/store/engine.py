@@ -62,6 +62,7 @@ class Engine:
         *,
         boot_id: str,
         sync_threads: int,
+        kernel_syncs: int,
         cache_bytes: int,
         segment_bytes: int,
         descriptors: int,
@@ -81,6 +82,7 @@ class Engine:
         self._committer = Committer(
             self._server,
             sync_threads,
+            kernel_syncs=kernel_syncs,
             most_unsynced=max(sync_threads, descriptors // 8),
             pending=self._take_pending,
             elsewhere=self._work_on,
@@ -289,8 +291,10 @@ class Engine:
     def _keep_descriptors(self, queued: Queued) -> None:
         """Leave a rollout its descriptors, if there is room. The guard is held, and nobody serves it at the moment."""
         rollout_id = queued.rollout.rollout_id
+        if rollout_id in self._with_descriptors:
+            self._with_descriptors.move_to_end(rollout_id)
+            return
         self._with_descriptors[rollout_id] = queued
-        self._with_descriptors.move_to_end(rollout_id)
         self._free_descriptors()
         if self._has_too_many():  # the others are all about to be served
             queued.rollout.close_descriptors()
@@ -363,6 +367,7 @@ class Engine:
 
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors (the parent keeps its locks); nothing else is touched."""
+        self._committer.abandon()
         for queued in list(self._queued.values()):
             rollout = queued.rollout
             segment = rollout.log.segment if rollout.log is not None else None

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Sequence
 
 from ..errors import DurabilityError
+from .syncs import KernelSyncs
 
 __all__ = ("Files", "Modes")
 
@@ -66,6 +67,10 @@ class Files:
 
     def write(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
         """Write all buffers one after another from `offset`; the number of bytes written."""
+        if len(buffers) == 1:
+            written = self.pwritev(fd, buffers, offset)
+            if written == len(buffers[0]):
+                return written
         position = offset
         for first in range(0, len(buffers), _MAX_BUFFERS):
             pending = list(buffers[first : first + _MAX_BUFFERS])
@@ -90,6 +95,11 @@ class Files:
 
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
+
+    def kernel_syncs(self, most: int, eventfd: int) -> KernelSyncs | None:
+        """What does many `fdatasync` at once, in the kernel; None if there is none, or if `fdatasync` is not the
+        kernel's own here."""
+        return KernelSyncs.open(most, eventfd) if type(self).fdatasync is Files.fdatasync else None
 
     def fsync_directory(self, path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -132,6 +142,10 @@ class Files:
 
     def stat(self, path: str) -> os.stat_result:
         return os.stat(path, follow_symlinks=False)
+
+    def stat_below(self, fd: int, path: str) -> os.stat_result:
+        """What `path` is, seen from the directory `fd`: a shorter way than from the root."""
+        return os.stat(path, dir_fd=fd, follow_symlinks=False)
 
     def fstat(self, fd: int) -> os.stat_result:
         return os.fstat(fd)

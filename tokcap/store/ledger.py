@@ -229,6 +229,8 @@ class Ledger:
     @property
     def digest_bytes(self) -> int:
         """What is held in memory to compare requests with."""
+        if not self._digest_leaves:
+            return 0
         return sum(len(joined) for joined in self._digest_leaves.values() if joined is not None)
 
     def _add_digests(self, frame_sequence: int, chain: DigestChain, base: int) -> None:

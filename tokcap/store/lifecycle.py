@@ -85,7 +85,8 @@ class Freeze(Lifecycle):
         reader.read_open(directory)
         if not any(read.scan.frames for read in reader.segments):
             files.fsync(rollout.fence_fd)
-            files.fsync_directory(os.path.dirname(rollout.path))
+            for path in rollout.parents():
+                files.fsync_directory(path)
         sources, segments = links_of(reader)
         publish(files, directory, index_of(reader, 1, segments), sources)
 

@@ -75,6 +75,8 @@ class RecordOperation(Operation):
     __slots__ = ("attempts", "verdict")
 
     creates = True
+    begins = False
+    """Whether it is refused while a freeze waits for open calls."""
 
     def __init__(self, rollout_id: str) -> None:
         super().__init__(rollout_id)
@@ -140,11 +142,16 @@ class Put(RecordOperation):
 
     @property
     def calls(self) -> Sequence[str]:
+        if len(self.entries) == 1:
+            return (self.entries[0].model_call_id,)
         return list(dict.fromkeys(entry.model_call_id for entry in self.entries))
 
     def apply(self, log: OpenLog, batch: Batch) -> None:
         if self.require_intent:
             self._check_intents(log)
+        if len(self.entries) == 1 and (self.calls[0], self.entries[0].choice_index) not in log.ledger.contents:
+            add_entry(log, batch, self.entries[0], self.contents[0], 0)
+            return
         fresh: list[int] = []
         for position, entry in enumerate(self.entries):
             known = self._compare(log, entry, fresh)
@@ -221,15 +228,15 @@ def add_entry(log: OpenLog, batch: Batch, entry: TokenEntry, contents: bytes, fl
     place = batch.add(Kind.ENTRY, body, flags)
     prompt = len(entry.prompt_token_ids)
     node = Node(
-        segment=log.number,
-        sequence=place.sequence,
-        body_start=place.body_start,
-        body_length=place.body_length,
-        body_crc=place.body_crc,
-        parent=parent,
-        shared=shared,
-        prompt=prompt,
-        total=prompt + len(entry.generation_token_ids),
+        log.number,
+        place.sequence,
+        place.body_start,
+        place.body_length,
+        place.body_crc,
+        parent,
+        shared,
+        prompt,
+        prompt + head.generated,
     )
     index = log.ledger.entry(head, node, log.boot_id)
     log.search.add(index, entry.prompt_token_ids, entry.generation_token_ids)
@@ -258,6 +265,8 @@ class Begin(RecordOperation):
     @property
     def calls(self) -> Sequence[str]:
         return (self.model_call_id,)
+
+    begins = True
 
     def check_attempt(self, state: RolloutState, incarnation: str) -> None:
         """A call may begin in any life of its rollout."""

@@ -22,6 +22,9 @@ NO_PARENT = -1
 _HEAD = 256
 """Elements that are compared before the rest is looked at."""
 
+_ID_SIZE = 4
+"""Bytes of an id as int32."""
+
 _LEAST_SHARED = 16
 """Ids; sharing less saves nothing and would tie the fate of one record to another."""
 
@@ -85,22 +88,23 @@ def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
 
 
 class _Leaf:
-    """The sequence of a node that no other extends, in a buffer with room to grow."""
+    """The sequence of a node that no other extends, as the bytes of int32 ids: room to grow, compared by memcmp."""
 
-    __slots__ = ("buffer", "length", "node")
+    __slots__ = ("data", "node")
 
-    def __init__(self, node: int, buffer: npt.NDArray[np.int32], length: int) -> None:
-        self.node, self.buffer, self.length = node, buffer, length
+    def __init__(self, node: int, data: bytearray) -> None:
+        self.node, self.data = node, data
 
-    def append(self, *parts: npt.NDArray[Any]) -> None:
-        need = self.length + sum(len(part) for part in parts)
-        if need > len(self.buffer):
-            grown = np.empty(need + need // 4 + 256, np.int32)
-            grown[: self.length] = self.buffer[: self.length]
-            self.buffer = grown
-        for part in parts:
-            self.buffer[self.length : self.length + len(part)] = part
-            self.length += len(part)
+    def __len__(self) -> int:
+        return len(self.data) // _ID_SIZE
+
+    def shared_with(self, prompt: npt.NDArray[np.int32], prompt_bytes: bytes) -> int:
+        """How many leading ids it has in common with a prompt. Nearly always the prompt goes on with it."""
+        if prompt_bytes.startswith(self.data):
+            return len(self)
+        if self.data.startswith(prompt_bytes):
+            return len(prompt)
+        return common_prefix(prompt, np.frombuffer(self.data, np.int32))
 
 
 class PrefixSearch:
@@ -111,10 +115,8 @@ class PrefixSearch:
         self._load = load
         self._leaves: list[_Leaf] = []
         """Most recently used last."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.buffer.nbytes for leaf in self._leaves)
+        self.nbytes = 0
+        """Of all leaves."""
 
     def adopt(self, segment: int) -> None:
         """Prepare for the nodes of `segment` that were read from disk: the last sequences that nobody extends."""
@@ -125,7 +127,7 @@ class PrefixSearch:
         kept: list[int] = []
         nbytes = 0
         for index in sorted(ends, reverse=True)[:_MOST_LEAVES]:
-            nbytes += 4 * self._nodes[index].total
+            nbytes += _ID_SIZE * self._nodes[index].total
             if len(kept) >= _KEPT_LEAVES and nbytes > _LEAVES_BYTES:
                 break
             kept.append(index)
@@ -135,22 +137,28 @@ class PrefixSearch:
     def forget(self) -> None:
         """Start anew: the next segment refers to nothing before it."""
         self._leaves.clear()
+        self.nbytes = 0
 
     def find(self, prompt: npt.NDArray[np.int32]) -> tuple[int, int]:
         """The node whose sequence shares most with `prompt`, and how many ids; `(NO_PARENT, 0)` if it is little."""
+        if not self._leaves:
+            return NO_PARENT, 0
         best, most = None, _LEAST_SHARED - 1
+        length, prompt_bytes = len(prompt), _bytes_of(prompt)
         for leaf in reversed(self._leaves):
-            if leaf.length <= most or len(prompt) <= most or leaf.buffer[most] != prompt[most]:
+            next_id = slice(most * _ID_SIZE, (most + 1) * _ID_SIZE)
+            if length <= most or leaf.data[next_id] != prompt_bytes[next_id]:
                 continue  # it can't share more than the best so far
-            shared = common_prefix(prompt, leaf.buffer[: leaf.length])
+            shared = leaf.shared_with(prompt, prompt_bytes)
             if shared > most:
                 best, most = leaf, shared
-                if shared == len(prompt):
+                if shared == length:
                     break
         if best is None:
             return NO_PARENT, 0
-        self._leaves.remove(best)
-        self._leaves.append(best)
+        if best is not self._leaves[-1]:
+            self._leaves.remove(best)
+            self._leaves.append(best)
         # The node that holds the last shared id: nothing that this prompt doesn't run through can cost it.
         index = best.node
         while self._nodes[index].shared >= most:
@@ -160,39 +168,51 @@ class PrefixSearch:
     def add(self, index: int, prompt: npt.NDArray[np.int32], generated: npt.NDArray[np.int32]) -> None:
         """Take node `index`, just written, into account; `find` gave its parent."""
         node = self._nodes[index]
-        suffix = prompt[node.shared :]
-        for leaf in self._leaves[-1:]:
-            if leaf.node == node.parent and leaf.length == node.shared:
-                leaf.append(suffix, generated)
-                leaf.node = index
+        if self._leaves:
+            leaf = self._leaves[-1]
+            if leaf.node == node.parent and len(leaf) == node.shared:
+                self._extend(leaf, index, prompt[node.shared :], generated)
                 return
-        fresh = _Leaf(index, np.empty(node.total + node.total // 4 + 256, np.int32), 0)
-        fresh.append(prompt, generated)
-        self._leaves.append(fresh)
+        data = bytearray(_bytes_of(prompt))
+        data += generated.data
+        self._keep(_Leaf(index, data))
         self._trim()
 
     def follow(self, index: int) -> None:
         """Take node `index`, written by another process, into account."""
         node = self._nodes[index]
         for leaf in self._leaves:
-            if leaf.node == node.parent and leaf.length == node.shared:
+            if leaf.node == node.parent and len(leaf) == node.shared:
                 stored = self._load(node)
-                leaf.append(stored.suffix, stored.generated)
-                leaf.node = index
+                self._extend(leaf, index, stored.suffix.astype(np.int32), stored.generated.astype(np.int32))
                 self._leaves.remove(leaf)
                 self._leaves.append(leaf)
                 return
         self._load_leaf(index)
         self._trim()
 
+    def _extend(self, leaf: _Leaf, index: int, suffix: npt.NDArray[np.int32], generated: npt.NDArray[np.int32]) -> None:
+        leaf.data += suffix.data
+        leaf.data += generated.data
+        leaf.node = index
+        self.nbytes += suffix.nbytes + generated.nbytes
+
+    def _keep(self, leaf: _Leaf) -> None:
+        self._leaves.append(leaf)
+        self.nbytes += len(leaf.data)
+
     def _load_leaf(self, index: int) -> None:
-        buffer = np.empty(self._nodes[index].total, np.int32)
-        fill_sequence(self._nodes, index, buffer, self._load)
-        self._leaves.append(_Leaf(index, buffer, len(buffer)))
+        data = bytearray(_ID_SIZE * self._nodes[index].total)
+        fill_sequence(self._nodes, index, np.frombuffer(data, np.int32), self._load)
+        self._keep(_Leaf(index, data))
 
     def _trim(self) -> None:
         """Forget the conversations that were used least recently."""
-        del self._leaves[:-_MOST_LEAVES]
-        excess = self.nbytes - _LEAVES_BYTES if len(self._leaves) > _KEPT_LEAVES else 0
-        while excess > 0 and len(self._leaves) > _KEPT_LEAVES:
-            excess -= self._leaves.pop(0).buffer.nbytes
+        while len(self._leaves) > _MOST_LEAVES or (len(self._leaves) > _KEPT_LEAVES and self.nbytes > _LEAVES_BYTES):
+            self.nbytes -= len(self._leaves.pop(0).data)
+
+
+def _bytes_of(ids: npt.NDArray[np.int32]) -> bytes:
+    """The bytes of int32 ids; those of an entry lie in a bytes object already."""
+    base: object = ids.base
+    return base if isinstance(base, bytes) and len(base) == ids.nbytes and ids.flags.c_contiguous else ids.tobytes()

@@ -23,6 +23,7 @@ never needs another one.
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,12 +54,19 @@ __all__ = (
     "encode_record",
 )
 
+# Their place in these is half, or a quarter, of the size of an item, rounded down.
 ID_DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<i4"))
 LOG_PROB_DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("<f2"), np.dtype("<f4"), np.dtype("<f8"))
+_FLOAT16 = struct.Struct("<e")
 _INT32 = np.dtype("<i4")
 _FLOAT64 = np.dtype("<f8")
 
 NO_BASE = -1
+
+_maximum = np.maximum.reduce
+_ZEROS = bytes(8)
+_JOINED_BELOW = 64 << 10
+"""Bytes of arrays; larger ones are written from where they lie."""
 
 
 class SegmentHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -144,6 +152,7 @@ class RootMarker(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+_NO_PIECES = msgspec.Raw(_encode(None))
 
 
 def encode_record(record: msgspec.Struct) -> bytes:
@@ -160,8 +169,11 @@ def encode_entry(
     entry: TokenEntry, contents: bytes, *, at: int, base: int, base_crc: int, shared: int
 ) -> tuple[list[bytes | memoryview], EntryHead]:
     """The body of an ENTRY frame as buffers to write one after another, nothing joined or copied twice."""
-    suffix = _smallest_ids(entry.prompt_token_ids[shared:])
+    suffix = entry.prompt_token_ids[shared:]
     generated = _smallest_ids(entry.generation_token_ids)
+    # A vocabulary that needs int32 for what was sampled nearly always needs it for the rest.
+    if generated.dtype is not _INT32 or not generated.size:
+        suffix = _smallest_ids(suffix)
     log_probs = _smallest_log_probs(entry.generation_log_probs)
     experts = entry.routed_experts
     head = EntryHead(
@@ -173,55 +185,66 @@ def encode_entry(
         shared,
         len(suffix),
         len(generated),
-        ID_DTYPES.index(suffix.dtype),
-        ID_DTYPES.index(generated.dtype),
-        LOG_PROB_DTYPES.index(log_probs.dtype),
+        suffix.itemsize >> 1,
+        generated.itemsize >> 1,
+        log_probs.itemsize >> 2,
         None if experts is None else (_dtype_description(experts.dtype), experts.shape),
-        msgspec.Raw(_encode(entry.pieces)),
+        _NO_PIECES if entry.pieces is None else msgspec.Raw(_encode(entry.pieces)),
         msgspec.Raw(contents),
     )
     encoded = _encode(head)
-    parts: list[bytes | memoryview] = []
+    parts: list[bytes | memoryview] = [b""]
     length = 0
-    for array in (log_probs, suffix, generated, experts):
-        if array is None or not array.nbytes:
+    for array in (log_probs, suffix, generated) if experts is None else (log_probs, suffix, generated, experts):
+        nbytes = array.nbytes
+        if not nbytes:
             continue
         parts.append(_bytes_of(array))
-        pad = padding(array.nbytes)
+        pad = -nbytes % 8
         if pad:
-            parts.append(bytes(pad))
-        length += array.nbytes + pad
+            parts.append(_ZEROS[:pad])
+        length += nbytes + pad
     # fixarray(3), head, bin8 padding, bin32 arrays: everything in front of the arrays ends at a multiple of 8.
     pad = padding(HEADER_SIZE + 1 + len(encoded) + 2 + 5)
-    front = b"".join((b"\x93", encoded, b"\xc4", bytes((pad,)), bytes(pad), b"\xc6", length.to_bytes(4, "big")))
-    return [front, *parts], head
+    parts[0] = b"".join((b"\x93", encoded, b"\xc4", bytes((pad,)), bytes(pad), b"\xc6", length.to_bytes(4, "big")))
+    # Few small buffers are dearer than a copy: each costs a checksum, a slot of the write, and objects.
+    return [b"".join(parts)] if length < _JOINED_BELOW else parts, head
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    plain = array.ndim == 1 and array.dtype.kind in "iuf"
-    return (array if plain else array.reshape(-1).view(np.uint8)).data.cast("B")
+    if array.ndim == 1 and array.dtype.kind in "iuf":
+        return array.data.cast("B")
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _smallest_ids(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    largest = int(np.maximum.reduce(ids)) if len(ids) else 0
-    dtype = ID_DTYPES[0] if largest < 2**8 else ID_DTYPES[1] if largest < 2**16 else ID_DTYPES[2]
-    return ids.astype(dtype, copy=False)
+    largest = _maximum(ids) if len(ids) else 0
+    if largest >= 2**16:
+        return ids
+    return ids.astype(ID_DTYPES[0] if largest < 2**8 else ID_DTYPES[1])
 
 
 def _smallest_log_probs(log_probs: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if not len(log_probs):
         return log_probs.astype(LOG_PROB_DTYPES[0])
     exact = log_probs.tobytes()
-    smallest = log_probs.astype(_FLOAT64, copy=False)
+    smallest = log_probs
     with np.errstate(over="ignore", invalid="ignore"):
         for dtype in LOG_PROB_DTYPES[-2::-1]:
-            if dtype.itemsize == 2 and log_probs[:1].astype(dtype).astype(_FLOAT64).tobytes() != exact[:8]:
-                break  # the first value alone tells nearly always that float16 is too narrow
+            if dtype.itemsize == 2 and not _fits_float16(log_probs[0]):
+                break  # the first value alone tells nearly always
             narrow = log_probs.astype(dtype)
             if narrow.astype(_FLOAT64).tobytes() != exact:
                 break
             smallest = narrow
     return smallest
+
+
+def _fits_float16(value: float) -> bool:
+    try:
+        return bool(_FLOAT16.unpack(_FLOAT16.pack(value))[0] == value or value != value)
+    except OverflowError:
+        return False
 
 
 def _dtype_description(dtype: np.dtype[Any]) -> Any:

@@ -25,10 +25,12 @@ __all__ = ("OpenLog", "OpenSegment", "Rollout")
 class OpenSegment:
     """The segment that the next batch goes to, and its one long-lived descriptor."""
 
-    __slots__ = ("append_at", "fd", "header", "inode", "name", "next_batch", "next_sequence", "path", "seed")
+    __slots__ = ("append_at", "below", "fd", "header", "inode", "name", "next_batch", "next_sequence", "path", "seed")
 
     def __init__(self, name: SegmentName, path: str, seed: int, header: SegmentHeader) -> None:
         self.name, self.path, self.seed, self.header = name, path, seed, header
+        self.below = f"{header.incarnation}/{name}"
+        """Its path from the rollout's directory."""
         self.fd = -1
         self.inode = (0, 0)
         self.append_at = self.next_sequence = self.next_batch = 0
@@ -85,6 +87,8 @@ class Rollout:
         self.log: OpenLog | None = None
         self._names_synced = False
         """The directories that lead to this log are durable."""
+        self.shard_is_new = False
+        """The directory that holds the rollout's was made, and is not durable yet."""
         self.unstated = False
         """A segment was abandoned and nothing durable says where it ends."""
 
@@ -92,6 +96,8 @@ class Rollout:
 
     def look(self) -> Directory:
         """The state that the names show; what a crash left half-done is removed on the way."""
+        if self.fence_fd >= 0 and self.files.fstat(self.fence_fd).st_nlink == 2:
+            return Directory(self.path)  # no directory in it, where the file system counts those: nothing at all
         directory = look(self.files, self.path)
         if directory.leftovers:
             try:
@@ -119,7 +125,8 @@ class Rollout:
             return False
         segment = log.segment
         try:
-            there = self.files.stat(segment.path)
+            # A directory that holds a segment is not removed, so what the fence is on is still the rollout's.
+            there = self.files.stat_below(self.fence_fd, segment.below)
         except OSError:
             return False
         if (there.st_ino, there.st_dev) != segment.inode or there.st_nlink != 1:
@@ -287,6 +294,31 @@ class Rollout:
         elif batch.offset == 0:
             self.files.fsync_directory(log.directory.incarnation_path)
 
+    def open_to_sync(self, log: OpenLog, batch: Batch, opened: list[int]) -> list[tuple[int, bool]]:
+        """All that `sync` syncs, to be synced in any order: descriptors, and whether each is a directory.
+
+        Those that were opened for it are added to `opened`, to be closed afterwards.
+        """
+        fds = [(self._segment(log).fd, False)]
+        if self._names_synced and batch.offset:
+            return fds
+        paths = [log.directory.incarnation_path]
+        if not self._names_synced:
+            fds.append((self.fence_fd, True))
+            paths += self.parents()
+        for path in paths:
+            opened.append(self.files.open_directory(path))
+            fds.append((opened[-1], True))
+        return fds
+
+    def names_are_durable(self) -> None:
+        """Everything of the first `open_to_sync` was synced."""
+        self._names_synced, self.shard_is_new = True, False
+
+    def parents(self) -> list[str]:
+        """Directories above the rollout's whose entries may not be durable yet."""
+        return [os.path.dirname(self.path), *([self.layout.rollouts] if self.shard_is_new else ())]
+
     def acknowledge(self, log: OpenLog, batch: Batch, error: OSError | None) -> None:
         """Third step, given the error of the second: other processes believe the batch from here on."""
         segment = self._segment(log)
@@ -328,8 +360,9 @@ class Rollout:
         """Every directory entry that leads to a first record, from the segment up to the shard's."""
         self.files.fsync_directory(log.directory.incarnation_path)
         self.files.fsync(self.fence_fd)
-        self.files.fsync_directory(os.path.dirname(self.path))
-        self._names_synced = True
+        for path in self.parents():
+            self.files.fsync_directory(path)
+        self.names_are_durable()
 
     def _seal(self, log: OpenLog, segment: OpenSegment) -> None:
         """Close a segment for good: a footer says where it ends, its name says that it has one."""
@@ -372,6 +405,13 @@ class Rollout:
             self.files.fsync_directory(log.directory.incarnation_path)
         except OSError:
             return False
+        if not self._names_synced:
+            # The next sync of a directory whose sync failed succeeds without having done anything: they are made anew.
+            with contextlib.suppress(OSError):
+                self.files.rmdir(log.directory.incarnation_path)
+                self.files.rmdir(self.path)
+                self.close_descriptors()
+                self.files.rmdir(os.path.dirname(self.path))
         return True
 
     def _abandon(self) -> None:

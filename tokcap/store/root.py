@@ -18,7 +18,15 @@ from .frame import FORMAT_VERSION, LAST_IN_BATCH, Kind, frame_header, newer_form
 from .layout import Layout
 from .records import RootMarker, encode_record
 
-__all__ = ("boot_id", "file_system_of", "group_id_of", "open_root", "read_marker", "sync_threads_for")
+__all__ = (
+    "boot_id",
+    "file_system_of",
+    "group_id_of",
+    "kernel_syncs_for",
+    "open_root",
+    "read_marker",
+    "sync_threads_for",
+)
 
 logger = logging.getLogger("tokcap.store")
 
@@ -93,6 +101,14 @@ def sync_threads_for(kind: str) -> int:
     slower than one after another; where a sync is free, threads only get into each other's way.
     """
     return {"btrfs": 1, "tmpfs": 1, "ramfs": 1}.get(kind, 16)
+
+
+def kernel_syncs_for(kind: str) -> int:
+    """How many syncs the kernel is given at once on a file system of this type; 0: none.
+
+    Measured on ext4, with a journal and without: throughput grows up to about 64 files and stays there up to 256.
+    """
+    return 0 if sync_threads_for(kind) == 1 else 128
 
 
 def open_root(files: Files, layout: Layout, *, allow_unsafe_fs: bool) -> str:

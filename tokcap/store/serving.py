@@ -6,6 +6,7 @@ import contextlib
 import errno
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import CorruptError, TokcapError
 from . import fence
@@ -16,6 +17,7 @@ from .lifecycle import Lifecycle, apply_to_frozen
 from .notes import Notes
 from .operations import Operation, RecordOperation
 from .rollout import OpenLog, Rollout
+from .syncs import Sync
 
 __all__ = ("Commit", "Server", "fail")
 
@@ -32,11 +34,27 @@ def fail(operations: Sequence[Operation], error: BaseException, path: str) -> No
 class Commit:
     """A batch between its write and its acknowledgement."""
 
-    __slots__ = ("batch", "error", "log", "operations", "rollout")
+    __slots__ = ("batch", "error", "log", "opened", "operations", "owner", "rollout", "unsynced")
 
     def __init__(self, rollout: Rollout, log: OpenLog, batch: Batch, operations: list[RecordOperation]) -> None:
         self.rollout, self.log, self.batch, self.operations = rollout, log, batch, operations
         self.error: OSError | None = None
+        self.owner: Any = None
+        """Whoever waits for it."""
+        self.unsynced = 0
+        """Syncs of it that the kernel has not finished."""
+        self.opened: list[int] = []
+        """Descriptors that are needed until it is synced."""
+
+    def to_sync(self) -> list[Sync]:
+        """What makes this commit durable. Raises `OSError` if something can't be opened."""
+        return [Sync(fd, whole, self) for fd, whole in self.rollout.open_to_sync(self.log, self.batch, self.opened)]
+
+    def synced(self, error: OSError | None) -> bool:
+        """One of `to_sync` is done; True if it was the last."""
+        self.error = self.error or error
+        self.unsynced -= 1
+        return not self.unsynced
 
     def sync(self) -> None:
         """Wait for the device; needs nothing but the descriptor."""
@@ -83,6 +101,8 @@ class Server:
                 return "held"
             rollout.drop()
             if fence.still_there(self.files, rollout.fence_fd, rollout.path):
+                # Also if the shard was there: whoever made it may have died before it was durable.
+                rollout.shard_is_new = self.layout.shard(rollout.rollout_id) not in self._known_shards
                 return "held"
             rollout.close_descriptors()
 
@@ -95,24 +115,13 @@ class Server:
                 rollout.close_descriptors()
 
     def _make_directory(self, rollout: Rollout) -> None:
-        shard = self.layout.shard(rollout.rollout_id)
-        if shard not in self._known_shards:
-            with contextlib.suppress(FileExistsError):
-                self.files.mkdir(shard)
-            # Whoever made it may have died before it was durable.
+        """Make the rollout's directory, and its shard's; whoever writes the first record syncs what leads to it."""
+        with contextlib.suppress(FileExistsError):
             try:
-                self.files.fsync_directory(self.layout.rollouts)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self.files.rmdir(shard)
-                raise
-            self._known_shards.add(shard)
-        try:
-            self.files.mkdir(rollout.path)
-        except FileExistsError:
-            return
-        except FileNotFoundError:
-            self._known_shards.discard(shard)
+                self.files.mkdir(rollout.path)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    self.files.mkdir(self.layout.shard(rollout.rollout_id))
 
     # ---- operations, the fence held
 
@@ -181,7 +190,23 @@ class Server:
             except Exception as error:
                 fail([operation], error, rollout.path)
 
+    def begin_log(self, rollout: Rollout) -> OpenLog | None:
+        """The log of a rollout that is absent as yet; None if there is something to be read first."""
+        directory = rollout.look()
+        return rollout.load(directory) if directory.state == "absent" and not directory.incarnation else None
+
     # ---- a commit, in steps
+
+    def sync(self, sync: Sync) -> OSError | None:
+        """Do one sync and wait for it."""
+        try:
+            if sync.whole:
+                self.files.fsync(sync.descriptor)
+            else:
+                self.files.fdatasync(sync.descriptor)
+        except OSError as error:
+            return error
+        return None
 
     def start_commit(self, rollout: Rollout, log: OpenLog, operations: list[RecordOperation]) -> Commit | None:
         """Apply record operations to an open log and write their frames; None if there was nothing to write.
@@ -189,7 +214,11 @@ class Server:
         Raises `DurabilityError` if the write fails, `CorruptError` if a record on disk is not any more what the log
         holds in memory. What an operation itself forbids is left in the operation.
         """
-        log.closing = rollout.fence_fd >= 0 and fence.is_signalled(rollout.fence_fd, fence.CLOSING)
+        log.closing = (
+            rollout.fence_fd >= 0
+            and any(operation.begins for operation in operations)
+            and fence.is_signalled(rollout.fence_fd, fence.CLOSING)
+        )
         batch = rollout.new_batch(log, time.time())
         empty = len(batch)
         exists = log.last_name is not None
@@ -214,7 +243,16 @@ class Server:
 
     def finish_commit(self, commit: Commit) -> None:
         """Acknowledge a commit that was synced. Raises `DurabilityError` if the sync had failed."""
-        commit.rollout.acknowledge(commit.log, commit.batch, commit.error)
+        rollout = commit.rollout
+        if commit.opened:
+            for fd in commit.opened:
+                with contextlib.suppress(OSError):
+                    self.files.close(fd)
+            if commit.error is None:
+                rollout.names_are_durable()
+        if commit.batch.offset == 0 and commit.error is None:
+            self._known_shards.add(self.layout.shard(rollout.rollout_id))
+        rollout.acknowledge(commit.log, commit.batch, commit.error)
         self._accept(commit)
 
     def _accept(self, commit: Commit) -> None:

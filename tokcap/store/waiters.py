@@ -45,6 +45,10 @@ class Mailbox:
         self._finished: deque[Operation] = deque()
         self._called = False
 
+    def belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether this is the mailbox of `loop`."""
+        return self._loop() is loop
+
     def post(self, operations: list[Operation]) -> None:
         self._finished.extend(operations)
         if not self._called:

@@ -27,7 +27,7 @@ from tokcap.protocol import SettledOutcome
 from tokcap.store import FileStore, Snapshot
 from tokcap.store.batch import Batch
 from tokcap.store.files import Files
-from tokcap.store.frame import GROUP_CONTINUES, HEADER_SIZE, TRAILER_SIZE, Kind, Scan, scan, segment_seed
+from tokcap.store.frame import GROUP_CONTINUES, HEADER_SIZE, TRAILER_SIZE, Kind, Scan, content_end, scan, segment_seed
 from tokcap.store.layout import Layout
 from tokcap.store.log import read_header
 from tokcap.store.looking import Looker
@@ -399,11 +399,11 @@ def _tear_tail(root: Path, script: _Script) -> None:
     path = max(root.glob(f"rollouts/*/{script.rollout_id}/*/*.open"))
     data = path.read_bytes()
     seed = segment_seed(path.parent.name, path.name[:6])
-    found = scan(data, seed, limit=len(data))
-    batch = Batch(seed=seed, offset=len(data), sequence=found.next_sequence, number=found.next_batch)
+    end = content_end(data, len(data))
+    found = scan(data, seed, limit=end)
+    batch = Batch(seed=seed, offset=end, sequence=found.next_sequence, number=found.next_batch)
     batch.add_record(Kind.SETTLE, SettleRecord("never-acknowledged", 1, "lost", ""))
-    with path.open("ab") as file:
-        file.write(b"".join(batch.buffers())[:48])
+    path.write_bytes(data[:end] + b"".join(batch.buffers())[:48])
 
 
 def _put_in_one_batch(root: Path, entries: list[TokenEntry]) -> None:
@@ -419,7 +419,9 @@ def _put_in_one_batch(root: Path, entries: list[TokenEntry]) -> None:
 
 
 def read_tree(root: Path) -> Tree:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    """All files, without the space behind the last batch of a segment."""
+    tree = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {name: data[: content_end(data, len(data))] for name, data in tree.items()}
 
 
 def write_tree(root: Path, tree: Tree) -> None:

@@ -18,7 +18,7 @@ from tokcap.store import base as store_module
 from tokcap.store.files import Files, Modes
 from tokcap.store.syncs import KernelSyncs, Sync
 
-CHANGING = ("mkdir", "create", "pwritev", "acknowledge", "link", "rename", "unlink", "rmdir")
+CHANGING = ("mkdir", "create", "pwritev", "write_space", "truncate", "acknowledge", "link", "rename", "unlink", "rmdir")
 SYNCING = ("fdatasync", "fsync")
 LOOKING = ("open", "open_directory", "close", "stat", "fstat", "listdir", "read", "map", "try_lock", "unlock")
 KINDS = CHANGING + SYNCING + LOOKING
@@ -153,6 +153,14 @@ class FaultyFiles(Files):
         data = b"".join(bytes(buffer) for buffer in buffers)
         return data[: (len(data) + 1) // 2]
 
+    def write_space(self, fd: int, length: int, offset: int) -> int:
+        self._on("write_space", fd)
+        return super().write_space(fd, length, offset)
+
+    def truncate(self, fd: int, length: int) -> None:
+        self._on("truncate", fd)
+        super().truncate(fd, length)
+
     def acknowledge(self, fd: int, word: bytes, offset: int) -> None:
         self._on("acknowledge", fd)
         super().acknowledge(fd, word, offset)
@@ -222,6 +230,10 @@ class FaultyFiles(Files):
     def read(self, fd: int, length: int, offset: int) -> bytes:
         self._on("read", fd)
         return super().read(fd, length, offset)
+
+    def word_at(self, fd: int, offset: int) -> bytes:
+        self._on("read", fd)
+        return super().word_at(fd, offset)
 
     def map(self, fd: int, length: int) -> mmap:
         self._on("map", fd)

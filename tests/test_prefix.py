@@ -20,6 +20,7 @@ from tests.state_model import Operation, Seen, exactly_equal
 from tests.store_worker import RemoteObject, UnsyncedFiles
 from tokcap import FileStore, TokenEntry
 from tokcap.store import Snapshot, sequences
+from tokcap.store.frame import content_end
 from tokcap.store.prefix import NO_PARENT, common_prefix, fill_sequence
 from tokcap.store.records import ID_DTYPES, LOG_PROB_DTYPES
 from tokcap.store.snapshot import Entries
@@ -105,7 +106,9 @@ def store(store_dir: Path) -> Iterator[FileStore]:
 
 
 def segment_bytes_on_disk(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("rollouts/*/*/*/*.*"))
+    """Without space that is written ahead."""
+    contents = (path.read_bytes() for path in directory.glob("rollouts/*/*/*/*.*"))
+    return sum(content_end(data, len(data)) for data in contents)
 
 
 # ---- everything comes back

@@ -10,7 +10,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import ClosedError, InvalidOptionError, ReadOnlyError, StoreNotFoundError, TokcapError
 from .engine import Engine
@@ -20,9 +20,12 @@ from .liveness import Liveness
 from .looking import Looker
 from .operations import Operation
 from .requests import Requests
-from .root import boot_id, group_id_of, kernel_syncs_for, open_root, read_marker, sync_threads_for
+from .root import boot_id, group_id_of, is_faster_with_space, kernel_syncs_for, open_root, read_marker, sync_threads_for
 from .sweep import Housekeeper
 from .waiters import Mailbox, in_thread
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ("StoreBase", "raise_first")
 
@@ -137,6 +140,7 @@ class StoreBase:
                     segment_bytes=settings["segment_bytes"],
                     descriptors=_descriptor_budget(),
                     lock_timeout_s=settings["lock_timeout_s"],
+                    spaced=is_faster_with_space(kind),
                 )
                 if settings["sweep_every_s"]:
                     let_go = functools.partial(_let_go, self._engine, self._liveness)
@@ -148,10 +152,10 @@ class StoreBase:
             raise ClosedError(f"the store on {self._layout.root} is closed")
         return self._looker
 
-    async def _await(self, operation: Operation) -> Any:
+    def _future(self, operation: Operation) -> asyncio.Future[Any]:
+        """What the running loop awaits for an operation."""
         import asyncio
 
-        engine = self._running()
         loop = asyncio.get_running_loop()
         mailbox = self._mailbox
         if mailbox is None or not mailbox.belongs_to(loop):
@@ -161,6 +165,11 @@ class StoreBase:
             self._mailbox = mailbox
         future: asyncio.Future[Any] = loop.create_future()
         operation.waiter = (mailbox, future)
+        return future
+
+    async def _await(self, operation: Operation) -> Any:
+        engine = self._running()
+        future = self._future(operation)
         engine.submit(operation)
         try:
             return await future

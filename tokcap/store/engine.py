@@ -27,11 +27,12 @@ from ..errors import ClosedError, TokcapError
 from .committer import Committer
 from .files import Files
 from .layout import Layout
-from .lifecycle import Seal
+from .lifecycle import Freeze, Lifecycle, Seal
 from .operations import Operation
 from .queue import Queued
 from .rollout import Rollout
 from .serving import Server, fail
+from .together import Together
 from .usher import Usher
 from .waiters import ThreadWaiter, deliver, start_thread
 
@@ -67,10 +68,11 @@ class Engine:
         segment_bytes: int,
         descriptors: int,
         lock_timeout_s: float,
+        spaced: bool = False,
     ) -> None:
         self.files, self.layout, self.boot_id = files, layout, boot_id
         self.cache_bytes, self.segment_bytes = cache_bytes, segment_bytes
-        self.descriptors, self.lock_timeout_s = descriptors, lock_timeout_s
+        self.descriptors, self.lock_timeout_s, self.spaced = descriptors, lock_timeout_s, spaced
         self._guard = threading.Lock()
         self._queued: OrderedDict[str, Queued] = OrderedDict()
         """Least recently used first."""
@@ -92,6 +94,20 @@ class Engine:
         self._usher = Usher(
             files, lock_timeout_s, entered=self._hand_to_worker, again=self._again, failed=self._waited_in_vain
         )
+        # Without the kernel many threads that wait are faster.
+        self._together = None
+        if kernel_syncs or sync_threads <= 1:
+            self._together = Together(
+                self._server,
+                kernel_syncs,
+                most=max(1, min(64, descriptors // 16)),
+                pending=self._take_pending,
+                elsewhere=self._work_on,
+                wait=self._wait_for_fence,
+                leave=self._leave,
+                deliver=deliver,
+            )
+        self._one_at_a_time = threading.Lock()
         self._most_workers = max(2, sync_threads)
         self._ready: SimpleQueue[Queued | None] = SimpleQueue()
         self._workers: list[threading.Thread] = []
@@ -110,7 +126,31 @@ class Engine:
         """Queue an operation; its waiter is woken once it is done."""
         queued = self._enqueue(operation)
         if queued is not None:
+            self._pass_on(queued, operation)
+
+    def submit_together(self, operations: Sequence[Freeze]) -> None:
+        """`submit` freezes of several rollouts, which are then frozen in step."""
+        together = self._together
+        idle: list[Queued] = []
+        for operation in operations:
+            try:
+                queued = self._enqueue(operation)
+            except TokcapError as error:
+                operation.error = error
+                deliver([operation])
+                continue
+            if queued is not None:
+                idle.append(queued)
+        if together is not None and len(idle) > 1:
+            with contextlib.suppress(OSError):  # no more threads: those that there are have to do
+                start_thread(lambda: self._freeze_together(together, idle), "tokcap-freeze")
+                return
+        for queued in idle:
             self._to_committer(queued)
+
+    def _freeze_together(self, together: Together, idle: list[Queued]) -> None:
+        with self._one_at_a_time:
+            together.freeze(idle)
 
     def call(self, operation: Operation) -> Any:
         """Do an operation and wait for it, in this thread if nobody serves its rollout."""
@@ -119,7 +159,7 @@ class Engine:
         if queued is not None:
             if threading.current_thread() is threading.main_thread():
                 # A signal handler may raise at any point of this thread: it only waits.
-                self._to_committer(queued)
+                self._pass_on(queued, operation)
             else:
                 self._serve(queued)
         waiter.wait()
@@ -137,7 +177,12 @@ class Engine:
         for operation in operations:
             operation.waiter = waiter = ThreadWaiter()
             waiters.append(waiter)
-            self.submit(operation)
+        freezes = [operation for operation in operations if isinstance(operation, Freeze)]
+        if len(freezes) == len(operations):
+            self.submit_together(freezes)
+        else:
+            for operation in operations:
+                self.submit(operation)
         for waiter in waiters:
             waiter.wait()
         results: list[Any] = []
@@ -155,7 +200,7 @@ class Engine:
                 raise ClosedError(f"the store on {self.layout.root} is closed")
             queued = self._queued.get(rollout_id)
             if queued is None:
-                rollout = Rollout(self.files, self.layout, rollout_id, self.boot_id, self.segment_bytes)
+                rollout = Rollout(self.files, self.layout, rollout_id, self.boot_id, self.segment_bytes, self.spaced)
                 queued = self._queued[rollout_id] = Queued(rollout)
             else:
                 self._queued.move_to_end(rollout_id)
@@ -170,6 +215,12 @@ class Engine:
             operations = list(queued.pending)
             queued.pending.clear()
         return operations
+
+    def _pass_on(self, queued: Queued, operation: Operation) -> None:
+        if self._workers and isinstance(operation, Lifecycle):
+            self._hand_to_worker(queued)  # where the committer would send it
+        else:
+            self._to_committer(queued)
 
     def _to_committer(self, queued: Queued) -> None:
         try:
@@ -222,9 +273,7 @@ class Engine:
                 deliver(operations)
                 return
             if held == "busy":
-                self._usher.take(queued, operations)
-                with self._guard:
-                    self._free_descriptors()
+                self._wait_for_fence(queued, operations)
                 return
         try:
             left = self._server.run(rollout, operations)
@@ -238,6 +287,11 @@ class Engine:
         self._server.leave(rollout)
         self._leave(queued, operations)
         deliver(operations)
+
+    def _wait_for_fence(self, queued: Queued, operations: list[Operation]) -> None:
+        self._usher.take(queued, operations)
+        with self._guard:
+            self._free_descriptors()
 
     def _leave(self, queued: Queued, operations: list[Operation]) -> None:
         """End a turn: count what the rollout holds, and let the next operations have theirs."""
@@ -353,6 +407,9 @@ class Engine:
             self._with_descriptors.clear()
             self._unsealed.clear()
         self._committer.stop()
+        if self._together is not None:
+            with self._one_at_a_time:
+                self._together.close()
         for _ in self._workers:
             self._ready.put(None)
         _ENGINES.pop(id(self), None)
@@ -368,6 +425,8 @@ class Engine:
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors (the parent keeps its locks); nothing else is touched."""
         self._committer.abandon()
+        if self._together is not None:
+            self._together.abandon()
         for queued in list(self._queued.values()):
             rollout = queued.rollout
             segment = rollout.log.segment if rollout.log is not None else None

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Sequence
 
 from ..errors import DurabilityError
+from .frame import SPACE
 from .syncs import KernelSyncs
 
 __all__ = ("Files", "Modes")
@@ -87,6 +88,13 @@ class Files:
 
     def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
+
+    def write_space(self, fd: int, length: int, offset: int) -> int:
+        """Write `length` bytes of space from `offset`, both multiples of 8; how many were written."""
+        return os.pwrite(fd, SPACE * (length // len(SPACE)), offset)
+
+    def truncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
 
     def acknowledge(self, fd: int, word: bytes, offset: int) -> None:
         """Overwrite the trailer of a synced batch; inside space that exists, deliberately not synced."""
@@ -180,6 +188,10 @@ class Files:
                 break
             data += more
         return data
+
+    def word_at(self, fd: int, offset: int) -> bytes:
+        """Eight bytes, fewer only at the end of the file."""
+        return os.pread(fd, 8, offset)
 
     def map(self, fd: int, length: int) -> mmap.mmap:
         """A read-only mapping. It keeps its own descriptor (CPython < 3.13 duplicates it)."""

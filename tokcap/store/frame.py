@@ -3,10 +3,11 @@
 A segment is a sequence of batches; a batch is what one write and one fdatasync made durable. All integers are
 little-endian, everything starts at a multiple of 8.
 
-    segment  = batch*
+    segment  = batch* space
     batch    = frame+ trailer            the last frame of a batch carries LAST_IN_BATCH
     frame    = header(32) body pad8      body: one msgpack value, see `records`
     trailer  = 8 bytes                   zeros when written; ACKNOWLEDGED once fdatasync has returned
+    space    = (8 bytes SPACE)*          written ahead of the batches to come, which are written over it
 
     header, 32 bytes
       0  magic        4 bytes "TKCF"
@@ -33,7 +34,12 @@ In the boot that wrote it, a batch without its trailer is never believed: its wr
 the sync failed, and then the page cache shows bytes that the disk does not have. In a later boot what can be read came
 from the disk, so whole frames are believed; likewise after the file system was mounted anew. A segment is only ever
 written in one boot and one life of its mount (`SegmentHeader.boot_id`, `mount`).
-The trailer lies inside the bytes that the sync made durable: writing it needs no space and can't fail half-way.
+The trailer lies inside the bytes that the sync made durable: writing it needs no room and can't fail half-way.
+
+Why there is space. A sync of bytes that the file had already waits for the device; one that also makes the file longer
+waits for a commit of the file system's journal (ext4, measured: 0.17 ms and 0.35 ms). Space is a word and not zeros, so
+that zeroed sectors still show. It is cut off when a segment is sealed or frozen; where it is left over it means
+nothing.
 """
 
 from __future__ import annotations
@@ -54,12 +60,14 @@ __all__ = (
     "GROUP_CONTINUES",
     "HEADER_SIZE",
     "LAST_IN_BATCH",
+    "SPACE",
     "TRAILER_SIZE",
     "Buffer",
     "Frame",
     "Gap",
     "Kind",
     "Scan",
+    "content_end",
     "frame_header",
     "newer_format",
     "padding",
@@ -75,6 +83,8 @@ HEADER_SIZE: Final = 32
 TRAILER_SIZE: Final = 8
 UNACKNOWLEDGED: Final = bytes(TRAILER_SIZE)
 ACKNOWLEDGED: Final = b"tokcapOK"
+SPACE: Final = b"unused.."
+"""Begins unlike MAGIC, ACKNOWLEDGED and zeros, so that a part of one of these is never taken for it."""
 
 LAST_IN_BATCH: Final = 1
 GROUP_CONTINUES: Final = 2
@@ -82,6 +92,7 @@ GROUP_CONTINUES: Final = 2
 
 _HEADER = struct.Struct("<4sBBHIIIII")
 _CRC = struct.Struct("<I")
+_HEADER_AND_CRC = struct.Struct("<4sBBHIIIIII")
 
 
 class Kind(IntEnum):
@@ -218,6 +229,23 @@ def _next_header(data: Buffer, offset: int, limit: int, seed: int, sequence: int
     return None
 
 
+def content_end(data: Buffer, size: int) -> int:
+    """Where the space at the end of `data[:size]` begins; `size` if there is none."""
+    end = size
+    while end:
+        start = (end - 1) // _STRIDE * _STRIDE
+        if data[start:end] != _STRIDE_OF_SPACE[: end - start]:
+            break
+        end = start
+    while end and data[(end - 1) & ~7 : end] == SPACE[: (end - 1) % 8 + 1]:
+        end = (end - 1) & ~7
+    return end
+
+
+_STRIDE: Final = 4096
+_STRIDE_OF_SPACE: Final = SPACE * (_STRIDE // len(SPACE))
+
+
 def scan(
     data: Buffer,
     seed: int,
@@ -266,6 +294,7 @@ class _Reader:
 
     def walk(self) -> None:
         view = memoryview(self.data)
+        self._take_whole(view)
         while self.offset < self.limit:
             header = _header_at(self.data, self.offset, self.limit, self.header_seed)
             if header is None or header.frame.sequence < self.sequence:
@@ -276,6 +305,39 @@ class _Reader:
             if header.frame.sequence > self.sequence:
                 self._add_gap(self.offset, None, header)
             self._take(header, view)
+
+    def _take_whole(self, view: memoryview) -> None:
+        """What `walk` does, for as long as there is nothing to judge: whole frames in order, in closed batches."""
+        offset, sequence, limit = self.offset, self.sequence, self.limit
+        seed, header_seed = self.seed, self.header_seed
+        frames, crc32, unpack = self.frames, zlib.crc32, _HEADER_AND_CRC.unpack_from
+        while offset + HEADER_SIZE <= limit:
+            magic, kind, flags, version, length, number, batch, _, body_crc, header_crc = unpack(view, offset)
+            body = offset + HEADER_SIZE
+            end = body + length
+            if (
+                magic != MAGIC
+                or number != sequence
+                or end > limit
+                or crc32(view[offset : body - 4], (header_seed + offset) & 0xFFFFFFFF) != header_crc
+                or crc32(view[body:end], seed) != body_crc
+            ):
+                break
+            frame = Frame(kind, flags, number, batch, offset, length, body_crc, version)
+            end = (end + 7) & ~7
+            if flags & LAST_IN_BATCH:
+                trailer = view[end : end + TRAILER_SIZE]
+                end += TRAILER_SIZE
+                if end > limit or trailer == UNACKNOWLEDGED:
+                    break
+                self.proven, self.batch_closed = max(self.proven, batch), True
+            elif end > limit:
+                break
+            else:
+                self.proven, self.batch_closed = max(self.proven, batch - 1), False
+            frames.append(frame)
+            offset, sequence, self.next_batch = end, number + 1, batch + 1
+        self.offset, self.sequence = offset, sequence
 
     def _add_gap(self, until: int, batch: int | None, follower: _Header | None) -> None:
         self.gaps.append((Gap(self.offset, until, self.sequence, batch), follower))
@@ -318,7 +380,11 @@ class _Reader:
                 damage.append(gap)
             elif torn is None:
                 torn = gap
-        believed = [f for f in self.frames if believe_tail or self._is_proven(f)]
+        proven, sealed_end = self.proven, self.sealed_end
+        if believe_tail or self.all_proven:
+            believed = self.frames
+        else:
+            believed = [f for f in self.frames if f.batch <= proven or f.offset < sealed_end]
         if torn is not None:
             believed = [f for f in believed if f.offset < torn.offset]
         believed = self._drop_open_group(believed)

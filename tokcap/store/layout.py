@@ -35,7 +35,7 @@ from ..errors import CorruptError
 from ..protocol import RolloutState
 from .files import Files
 
-__all__ = ("Directory", "Layout", "SegmentName", "look")
+__all__ = ("Directory", "Layout", "SegmentName", "is_note", "look")
 
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 _TOMBSTONE = re.compile(r"([0-9a-f]{32})\.retired\.([0-9]{1,18})\.([0-9]{1,18})")
@@ -169,6 +169,11 @@ def _look_into(files: Files, found: Directory) -> None:
     found.segments, found.versions, found.notes = sorted(segments), sorted(versions), sorted(notes)
     found.leftovers += leftovers + [f"{found.incarnation_path}/v{old}" for old in found.versions[:-1]]
     found.state = "frozen" if versions else "open" if segments else "absent"
+
+
+def is_note(name: str) -> bool:
+    """Whether it is a note, to be kept with the tombstone of its rollout."""
+    return name.startswith("note-")
 
 
 def snapshot_links(files: Files, snapshot_path: str) -> list[LinkName]:

@@ -8,7 +8,7 @@ from typing import overload
 import msgspec
 import numpy as np
 
-from ..protocol import CallRecord, Delivered, Outcome
+from ..protocol import Delivered, Outcome
 from .prefix import Node, common_prefix
 from .records import NO_BASE, BeginRecord, DeliveryRecord, EntryHead, FinishRecord, SettleRecord
 
@@ -125,19 +125,19 @@ class Call(msgspec.Struct):
             return "lost"
         return "no_generation" if self.no_generation else "open"
 
-    def record(self) -> CallRecord:
+    def fields(self) -> tuple[str, Outcome, str, float | None, float | None, Delivered, int, str, str]:
+        """Of its `CallRecord`, all but the request digests, in their order."""
         outcome = self.outcome
-        return CallRecord(
-            model_call_id=self.model_call_id,
-            outcome=outcome,
-            boot_id=self.boot_id,
-            begun_at=None if self.begun_at is None else self.begun_at / 1e9,
-            ended_at=None if self.ended_at is None or outcome == "open" else self.ended_at / 1e9,
-            delivered=self.delivered,
-            retry_count=self.retry_count,
-            idempotency_key=self.idempotency_key,
-            request_digests=self.digests,
-            detail=self.details.get(outcome, ""),
+        return (
+            self.model_call_id,
+            outcome,
+            self.boot_id,
+            None if self.begun_at is None else self.begun_at / 1e9,
+            None if self.ended_at is None or outcome == "open" else self.ended_at / 1e9,
+            self.delivered,
+            self.retry_count,
+            self.idempotency_key,
+            self.details.get(outcome, ""),
         )
 
 
@@ -267,8 +267,3 @@ class Ledger:
     def incomplete(self) -> bool:
         """A call is lost, open or in conflict, or damage was found."""
         return bool(self.damage) or any(c.outcome in ("lost", "open", "conflict") for c in self.calls.values())
-
-    def call_records(self) -> list[CallRecord]:
-        """One per call, and one nameless lost call for each damaged place."""
-        records = [call.record() for call in self.calls.values()]
-        return records + [CallRecord("", "lost", detail=str(damage)) for damage in self.damage]

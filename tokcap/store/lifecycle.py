@@ -13,15 +13,16 @@ from zlib import crc32
 from ..errors import CorruptError, RetiredError, StaleAttemptError
 from .batch import Batch
 from .files import Files, durability_error
-from .frame import Kind
-from .layout import SEALED, Directory, LinkName, SegmentName, Tombstone, remove_tree
+from .frame import Kind, content_end
+from .layout import SEALED, Directory, LinkName, SegmentName, Tombstone, is_note, remove_tree
 from .log import LogReader
 from .manifest import IndexedSegment
 from .notes import Notes
 from .operations import Operation, RecordOperation
+from .publication import Publication, publish
 from .records import DeliveryRecord
 from .rollout import OpenLog, OpenSegment, Rollout
-from .snapshot import Snapshot, index_of, links_of, open_snapshot, publish, read_published
+from .snapshot import Snapshot, index_of, just_published, links_of, open_snapshot, read_published
 
 __all__ = ("Freeze", "Reset", "Retire", "Seal", "apply_to_frozen")
 
@@ -48,6 +49,18 @@ class Freeze(Lifecycle):
         """The one that is meant; empty for whichever there is."""
 
     def run(self, rollout: Rollout) -> Snapshot:
+        begun = self.begin(rollout)
+        if isinstance(begun, Snapshot):
+            return begun
+        publication, snapshot = begun
+        try:
+            publication.finish()
+        except OSError as error:
+            raise self.not_published(rollout, error) from error
+        return snapshot
+
+    def begin(self, rollout: Rollout) -> Snapshot | tuple[Publication, Snapshot]:
+        """The published snapshot; or the first step of its publication, and what it will be."""
         directory = rollout.look()
         files = rollout.files
         if directory.state == "retired":
@@ -58,16 +71,12 @@ class Freeze(Lifecycle):
                 f"now it is {directory.incarnation or 'absent'}; nothing was frozen"
             )
         try:
-            if directory.state == "frozen":
-                files.fsync_directory(directory.incarnation_path)  # whoever published may have died before this
-            else:
+            if directory.state != "frozen":
                 rollout.drop()
-                self._publish_first(rollout, directory)
-                directory = rollout.look()
+                return self._begin_first(rollout, directory)
+            files.fsync_directory(directory.incarnation_path)  # whoever published may have died before this
         except OSError as error:
-            raise durability_error(
-                error, f"rollout {rollout.rollout_id}: can't publish a snapshot", rollout.path
-            ) from error
+            raise self.not_published(rollout, error) from error
         try:
             return open_snapshot(files, directory, rollout.rollout_id, rollout.boot_id)
         except OSError as error:
@@ -75,20 +84,44 @@ class Freeze(Lifecycle):
                 error, f"rollout {rollout.rollout_id}: can't open its snapshot", directory.snapshot_path
             ) from error
 
-    def _publish_first(self, rollout: Rollout, directory: Directory) -> None:
+    def not_published(self, rollout: Rollout, error: BaseException) -> BaseException:
+        """What the caller gets if `error` came up on the way."""
+        if not isinstance(error, OSError):
+            return error
+        return durability_error(error, f"rollout {rollout.rollout_id}: can't publish a snapshot", rollout.path)
+
+    def _begin_first(self, rollout: Rollout, directory: Directory) -> tuple[Publication, Snapshot]:
         files = rollout.files
         if not directory.incarnation:
             directory.incarnation = os.urandom(16).hex()
             files.mkdir(directory.incarnation_path)
         reader = LogReader(files, rollout.rollout_id, directory.incarnation, rollout.boot_id)
-        reader.keep_buffers = True
+        reader.keep_buffers = reader.fenced = True
         reader.read_open(directory)
+        _cut_space(files, reader)
         if not any(read.scan.frames for read in reader.segments):
             files.fsync(rollout.fence_fd)
             for path in rollout.parents():
                 files.fsync_directory(path)
         sources, segments = links_of(reader)
-        publish(files, directory, index_of(reader, 1, segments), sources)
+        index = index_of(reader, 1, segments)
+        publication = Publication(files, directory, index.version)
+        publication.write(index, sources)
+        return publication, just_published(index, reader.buffers, publication.target)
+
+
+def _cut_space(files: Files, reader: LogReader) -> None:
+    """Give back the space behind the last batch; where that fails it is left over, and means nothing."""
+    for read in reader.segments:
+        end = read.scan.append_at
+        if end is None or read.size == end or content_end(reader.buffers[read.number], read.size) != end:
+            continue  # what is not space is evidence
+        with contextlib.suppress(OSError):
+            fd = files.open(reader.paths[read.number], write=True)
+            try:
+                files.truncate(fd, end)
+            finally:
+                files.close(fd)
 
 
 def apply_to_frozen(rollout: Rollout, directory: Directory, operation: RecordOperation) -> None:
@@ -199,7 +232,7 @@ def _remove_payload(files: Files, tombstone: str) -> None:
     except OSError:
         return
     for name in names:
-        if not name.startswith("note-"):
+        if not is_note(name):
             _try_remove(files, f"{tombstone}/{name}")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from ..content import decode_content
 from ..entry import TokenEntry, content_digest, identical
 from ..errors import CorruptError
+from .buffers import map_or_read
 from .files import Files
 from .frame import (
     FORMAT_VERSION,
@@ -22,6 +23,7 @@ from .frame import (
     Gap,
     Kind,
     Scan,
+    content_end,
     newer_format,
     scan,
     segment_seed,
@@ -112,6 +114,8 @@ class LogReader:
         self.segments: list[SegmentRead] = []
         self.keep_buffers = False
         """Whether the bytes read stay here after the log was read."""
+        self.fenced = False
+        """Whether the fence is held: nobody cuts a file, so that it may be mapped."""
         self.unwritten: dict[int, TokenEntry] = {}
         """Entries, by node, of a batch that is still being put together."""
         self.torn: list[Damage] = []
@@ -170,7 +174,7 @@ class LogReader:
             ends.update((number, 0) for number in range(header.predecessor + 1, name.number))
         return ends
 
-    def _load(self, path: str, length: int | None = None) -> bytes | None:
+    def _load(self, path: str, length: int | None = None) -> Buffer | None:
         """The bytes of a file, None if something else has its name. A failing call is no damage: it may pass."""
         try:
             fd = self.files.open(path)
@@ -179,7 +183,10 @@ class LogReader:
                 raise
             return None
         try:
-            return self.files.read(fd, self.files.fstat(fd).st_size if length is None else length, 0)
+            if length is not None:
+                return self.files.read(fd, length, 0)
+            size = self.files.fstat(fd).st_size
+            return map_or_read(self.files, fd, size) if self.fenced else self.files.read(fd, size, 0)
         finally:
             self.files.close(fd)
 
@@ -203,7 +210,8 @@ class LogReader:
             return
         seed = self.seed(name.number)
         header = read_header(path, data, seed, len(data))
-        limit, sealed_end, believe_tail = len(data), 0, header is None or not self.is_same_life(header, path)
+        size = content_end(data, len(data))
+        limit, sealed_end, believe_tail = size, 0, header is None or not self.is_same_life(header, path)
         if stated_end is not None:
             limit, sealed_end, believe_tail = min(limit, stated_end), stated_end, False
         elif name.kind == SEALED:
@@ -213,18 +221,20 @@ class LogReader:
             _end_at_seal(found)
         self._take(path, name.number, data, header, found, sealed=name.kind == SEALED)
         if stated_end is not None:
-            self._check_end(path, len(data), stated_end, found)
+            self._check_end(path, data, stated_end, found)
         if name.kind == SEALED and limit >= (stated_end or 0):
             # Also below a stated end: whoever wrote on may have found the segment without its seal.
             self._check_seal(path, limit, found)
 
-    def _check_end(self, path: str, size: int, end: int, found: Scan) -> None:
+    def _check_end(self, path: str, data: Buffer, end: int, found: Scan) -> None:
         """Report what is missing below the end that something else states, and what stands above it."""
+        size = len(data)
         if size < end:
             self._damaged(path, size, end, "the end of the segment is missing")
         last = found.frames[-1] if found.frames else None
         if end and (last is None or last.flags & LAST_IN_BATCH or _is_damaged_behind(found, last)):
             end += TRAILER_SIZE
+        size = content_end(data, size)
         if size > end:
             self._torn(path, end, size)
 
@@ -242,7 +252,7 @@ class LogReader:
         limit = min(len(data), link.length)
         found = scan(data, seed, limit=limit, sealed_end=link.length)
         self._take(path, link.number, data, read_header(path, data, seed, limit), found, sealed=True)
-        self._check_end(path, len(data), link.length, found)
+        self._check_end(path, data, link.length, found)
 
     # ---- frames
 

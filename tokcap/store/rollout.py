@@ -12,7 +12,7 @@ import time
 from ..errors import CorruptError
 from .batch import Batch
 from .files import Files, durability_error
-from .frame import ACKNOWLEDGED, TRAILER_SIZE, Kind, scan
+from .frame import ACKNOWLEDGED, SPACE, TRAILER_SIZE, Kind, content_end, scan
 from .layout import OPEN, SEALED, TORN, Directory, Layout, SegmentName, look, remove_tree
 from .ledger import Ledger
 from .log import LogReader, SegmentRead
@@ -22,10 +22,26 @@ from .records import SealRecord, SegmentHeader
 __all__ = ("OpenLog", "OpenSegment", "Rollout")
 
 
+_LEAST_SPACE, _MOST_SPACE = 16 << 10, 256 << 10
+_PAGE = 4096
+
+
 class OpenSegment:
     """The segment that the next batch goes to, and its one long-lived descriptor."""
 
-    __slots__ = ("append_at", "below", "fd", "header", "inode", "name", "next_batch", "next_sequence", "path", "seed")
+    __slots__ = (
+        "append_at",
+        "below",
+        "fd",
+        "header",
+        "inode",
+        "name",
+        "next_batch",
+        "next_sequence",
+        "path",
+        "seed",
+        "size",
+    )
 
     def __init__(self, name: SegmentName, path: str, seed: int, header: SegmentHeader) -> None:
         self.name, self.path, self.seed, self.header = name, path, seed, header
@@ -34,6 +50,8 @@ class OpenSegment:
         self.fd = -1
         self.inode = (0, 0)
         self.append_at = self.next_sequence = self.next_batch = 0
+        self.size = 0
+        """Of the file, with the space behind `append_at`."""
 
 
 class OpenLog:
@@ -76,8 +94,12 @@ class OpenLog:
 class Rollout:
     """Handle of one rollout in one store object."""
 
-    def __init__(self, files: Files, layout: Layout, rollout_id: str, boot_id: str, segment_bytes: int) -> None:
+    def __init__(
+        self, files: Files, layout: Layout, rollout_id: str, boot_id: str, segment_bytes: int, spaced: bool = False
+    ) -> None:
         self.files = files
+        self.spaced = spaced
+        """Whether syncs are faster inside space that was written ahead."""
         self.layout = layout
         self.rollout_id = rollout_id
         self.path = layout.rollout(rollout_id)
@@ -115,10 +137,10 @@ class Rollout:
         return directory
 
     def is_current(self) -> bool:
-        """Whether the log is still as this object knows it: one stat, since every change leaves a trace in it.
+        """Whether the log is still as this object knows it: every change leaves a trace in the segment.
 
-        Another writer's batch changes the size, a freeze the number of links, a closed or rotated segment, a
-        retirement and a reset the name.
+        Another writer's batch stands where the next one would go, a freeze changes the number of links, a closed or
+        rotated segment, a retirement and a reset the name.
         """
         log = self.log
         if log is None or log.segment is None:
@@ -131,9 +153,17 @@ class Rollout:
             return False
         if (there.st_ino, there.st_dev) != segment.inode or there.st_nlink != 1:
             return False
-        return there.st_size == segment.append_at or (
-            there.st_size > segment.append_at and self._catch_up(there.st_size)
-        )
+        if there.st_size == segment.append_at:
+            return True
+        if there.st_size < segment.append_at:
+            return False
+        try:
+            if segment.fd < 0:
+                segment.fd = self.files.open(segment.path, write=True)
+            next_word = self.files.word_at(segment.fd, segment.append_at)
+        except OSError:
+            return False
+        return next_word == SPACE or self._catch_up(there.st_size)
 
     def _catch_up(self, size: int) -> bool:
         """Read what another process appended to the segment; False if that can't be continued."""
@@ -141,15 +171,14 @@ class Rollout:
         assert log is not None and log.segment is not None
         segment = log.segment
         try:
-            if segment.fd < 0:
-                segment.fd = self.files.open(segment.path, write=True)
             data = self.files.read(segment.fd, size - segment.append_at, segment.append_at)
         except OSError:
             return False
+        end = content_end(data, len(data))
         found = scan(
             data,
             segment.seed,
-            limit=len(data),
+            limit=end,
             origin=segment.append_at,
             sequence=segment.next_sequence,
             batch=segment.next_batch,
@@ -168,8 +197,9 @@ class Rollout:
         except CorruptError:
             return False
         segment.next_sequence, segment.next_batch = found.next_sequence, found.next_batch
-        segment.append_at = log.last_end = size
-        log.last_end -= TRAILER_SIZE
+        segment.size = size
+        segment.append_at += end
+        log.last_end = segment.append_at - TRAILER_SIZE
         return True
 
     def load(self, directory: Directory) -> OpenLog:
@@ -205,7 +235,7 @@ class Rollout:
         segment.append_at = read.scan.append_at
         segment.next_sequence, segment.next_batch = read.scan.next_sequence, read.scan.next_batch
         there = self.files.stat(path)
-        segment.inode = (there.st_ino, there.st_dev)
+        segment.inode, segment.size = (there.st_ino, there.st_dev), there.st_size
         log.search.adopt(name.number)
         log.segment = segment
 
@@ -277,6 +307,8 @@ class Rollout:
                 else:
                     segment.fd = self.files.open(segment.path, write=True)
             self.files.write(segment.fd, batch.buffers(), batch.offset)
+            if self.spaced and batch.append_at >= segment.size:
+                self._write_space(segment, batch.append_at)
         except OSError as error:
             if batch.offset == 0 and segment.fd >= 0:
                 self._remove(log, segment)
@@ -284,6 +316,21 @@ class Rollout:
             raise durability_error(
                 error, f"rollout {self.rollout_id}: can't write {segment.path}", segment.path
             ) from error
+
+    def _write_space(self, segment: OpenSegment, offset: int) -> None:
+        """Make room behind a batch, to be synced with it: as much as there is already, within bounds."""
+        segment.size = offset
+        length = (min(max(offset, _LEAST_SPACE), _MOST_SPACE) + offset) // _PAGE * _PAGE - offset
+        with contextlib.suppress(OSError):  # a full disk: it goes without
+            segment.size += self.files.write_space(segment.fd, length, offset)
+
+    def cut_space(self, log: OpenLog) -> None:
+        """Cut off the space behind the last batch; if that fails, it is left over."""
+        segment = log.segment
+        if segment is not None and segment.fd >= 0 and segment.size > segment.append_at:
+            with contextlib.suppress(OSError):
+                self.files.truncate(segment.fd, segment.append_at)
+                segment.size = segment.append_at
 
     def sync(self, log: OpenLog, batch: Batch) -> None:
         """Second step: durable. Touches nothing but descriptors, so that it may run in another thread."""
@@ -378,6 +425,7 @@ class Rollout:
         except OSError as error:
             self.drop()
             raise durability_error(error, f"rollout {self.rollout_id}: can't seal {segment.path}", path) from error
+        self.cut_space(log)
         log.reader.opened(sealed.number, path)
         log.last_name = sealed
         self._close_descriptor(segment)

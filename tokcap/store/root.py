@@ -22,6 +22,7 @@ __all__ = (
     "boot_id",
     "file_system_of",
     "group_id_of",
+    "is_faster_with_space",
     "kernel_syncs_for",
     "open_root",
     "read_marker",
@@ -109,6 +110,15 @@ def kernel_syncs_for(kind: str) -> int:
     Measured on ext4, with a journal and without: throughput grows up to about 64 files and stays there up to 256.
     """
     return 0 if sync_threads_for(kind) == 1 else 128
+
+
+def is_faster_with_space(kind: str) -> bool:
+    """Whether a sync is faster inside space that was written ahead: where a longer file takes a commit of a journal.
+
+    Measured on ext4, 0.17 ms instead of 0.35, and 0.09 instead of 0.18 without a journal; xfs 0.16 instead of 0.32. On
+    btrfs, which never writes in place, there is no difference, and tmpfs has nothing to wait for.
+    """
+    return kind in ("ext2", "ext3", "ext4", "xfs")
 
 
 def open_root(files: Files, layout: Layout, *, allow_unsafe_fs: bool) -> str:

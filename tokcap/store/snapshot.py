@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import mmap
-import os
-import resource
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,9 +16,10 @@ from ..content import decode_content
 from ..entry import TokenEntry
 from ..errors import ClosedError, CorruptError
 from ..protocol import CallRecord
+from .buffers import map_or_read
 from .files import Files
 from .frame import FORMAT_VERSION, Buffer, segment_seed
-from .layout import DAMAGED, MANIFEST, Directory, LinkName, remove_tree, snapshot_links
+from .layout import DAMAGED, MANIFEST, Directory, LinkName, snapshot_links
 from .ledger import Damage
 from .log import LogReader
 from .manifest import (
@@ -30,20 +27,13 @@ from .manifest import (
     IndexedSegment,
     decode_manifest,
     encode_calls,
-    encode_manifest,
     encode_nodes,
 )
 from .prefix import Node
 from .records import StoredEntry, decode_entry
 from .sequences import Sequences
 
-__all__ = ("Entries", "Snapshot", "index_of", "open_snapshot", "publish")
-
-_MAP_FROM_BYTES = 128 << 10
-"""Smaller segments are read instead: as fast, and a mapping costs a descriptor for as long as it lives."""
-
-_MAPPED: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-"""Every live mapping of this process."""
+__all__ = ("Entries", "Snapshot", "index_of", "just_published", "links_of", "open_snapshot", "read_published")
 
 _NO_META = msgspec.Raw(b"\x80")
 
@@ -214,61 +204,6 @@ def index_of(reader: LogReader, version: int, segments: list[IndexedSegment]) ->
     )
 
 
-def publish(
-    files: Files,
-    directory: Directory,
-    index: Index,
-    sources: list[tuple[str, LinkName]],
-    created: tuple[LinkName, list[bytes | memoryview]] | None = None,
-) -> str:
-    """Make `v<n>` appear, by one rename, with links to `sources` and a manifest; its path.
-
-    `created` is a segment that only this version has: late marks. The caller holds the fence.
-    Order: what is linked was synced when it was acknowledged; manifest and new segment are synced, then the directory
-    that names them (btrfs alone loses the links otherwise), then the rename, then its parent.
-    """
-    temporary = f"{directory.incarnation_path}/tmp-{os.urandom(8).hex()}"
-    target = f"{directory.incarnation_path}/v{index.version}"
-    files.mkdir(temporary)
-    try:
-        for source, link in sources:
-            files.link(source, f"{temporary}/{link}")
-        if created is not None:
-            _write_file(files, f"{temporary}/{created[0]}", created[1])
-        _write_file(files, f"{temporary}/{MANIFEST}", encode_manifest(index))
-        if index.damage:
-            _write_file(files, f"{temporary}/{DAMAGED}", [])
-        files.fsync_directory(temporary)
-        files.rename(temporary, target)
-        try:
-            files.fsync_directory(directory.incarnation_path)
-        except OSError:
-            # A second sync could succeed without having done anything; the next try renames again.
-            with contextlib.suppress(OSError):
-                files.rename(target, temporary)
-            raise
-    except OSError:
-        _try_remove(files, temporary)
-        raise
-    return target
-
-
-def _write_file(files: Files, path: str, buffers: list[bytes | memoryview]) -> None:
-    fd = files.create(path)
-    try:
-        files.write(fd, buffers, 0)
-        files.fdatasync(fd)
-    finally:
-        files.close(fd)
-
-
-def _try_remove(files: Files, path: str) -> None:
-    try:
-        remove_tree(files, path)
-    except OSError:
-        return  # the next operation on this rollout, or a sweep, removes it
-
-
 def open_snapshot(files: Files, directory: Directory, rollout_id: str, boot_id: str) -> Snapshot:
     """Open the published snapshot of a frozen rollout, every checksum verified."""
     index = _read_manifest(files, directory, rollout_id)
@@ -278,6 +213,18 @@ def open_snapshot(files: Files, directory: Directory, rollout_id: str, boot_id: 
             return opened
     reader, _ = read_published(files, directory, rollout_id, boot_id)
     return Snapshot(index_of(reader, directory.version, []), reader.buffers, reader.paths)
+
+
+def just_published(index: Index, buffers: dict[int, Buffer], path: str) -> Snapshot:
+    """The snapshot at `path` that is made from `buffers`: what `open_snapshot` will read there."""
+    kept: dict[int, Buffer] = {}
+    paths: dict[int, str] = {}
+    for segment in index.segments:
+        data = buffers[segment.number]
+        # Space behind the last batch is not part of it. A mapping takes no memory of its own.
+        kept[segment.number] = data[: segment.length] if isinstance(data, bytes) else data
+        paths[segment.number] = f"{path}/{LinkName(segment.number, segment.length)}"
+    return Snapshot(index, kept, paths)
 
 
 def read_published(
@@ -347,7 +294,7 @@ def _open_indexed(files: Files, path: str, index: Index) -> Snapshot | None:
 
 
 def load_buffer(files: Files, path: str, length: int) -> Buffer:
-    """The first `length` bytes of a file: mapped if that pays, and if there are descriptors enough for it."""
+    """The first `length` bytes of a published segment."""
     try:
         fd = files.open(path)
     except OSError as error:
@@ -355,23 +302,9 @@ def load_buffer(files: Files, path: str, length: int) -> Buffer:
             raise CorruptError(f"{path} is not a regular file", path=path) from error
         raise
     try:
-        if length >= _MAP_FROM_BYTES and files.fstat(fd).st_size >= length and _may_map():
-            try:
-                mapped = files.map(fd, length)
-                _MAPPED.add(mapped)
-                return mapped
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-                    raise
-        return files.read(fd, length, 0)
+        return map_or_read(files, fd, length)
     finally:
         files.close(fd)
-
-
-def _may_map() -> bool:
-    """Mappings may take a quarter of the descriptors: snapshots that somebody keeps must not stop everybody else."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft == resource.RLIM_INFINITY or 4 * len(_MAPPED) < soft
 
 
 def links_of(reader: LogReader) -> tuple[list[tuple[str, LinkName]], list[IndexedSegment]]:

@@ -77,8 +77,11 @@ class SourceMethods(StoreBase):
         ids = [check_rollout_id(rollout_id) for rollout_id in rollout_ids]
         if self._settings["read_only"]:
             return await in_thread(lambda: self.freeze_many_now(ids))
-        results = await asyncio.gather(*(self._await(Freeze(i)) for i in ids), return_exceptions=True)
-        return _all_or_close(results)
+        engine = self._running()
+        freezes = [Freeze(i) for i in ids]
+        futures = [self._future(freeze) for freeze in freezes]
+        engine.submit_together(freezes)
+        return _all_or_close(await asyncio.gather(*futures, return_exceptions=True))
 
     def freeze_many_now(self, rollout_ids: Iterable[str]) -> list[Snapshot]:
         """`freeze_many`, blocking."""

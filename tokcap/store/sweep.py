@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import stat
 import threading
@@ -14,11 +15,13 @@ import msgspec
 
 from ..errors import TokcapError
 from ..protocol import RolloutState
+from . import fence
 from .engine import Engine
 from .files import Files, durability_error
-from .layout import Directory, Layout, look, remove_tree
+from .layout import Directory, Layout, is_note, look, remove_tree
 from .lifecycle import Lifecycle, Reset
 from .rollout import Rollout
+from .waiters import start_thread
 
 __all__ = ("Housekeeper", "Usage", "directories", "sweep", "usage", "usage_of")
 
@@ -44,7 +47,7 @@ class Tidy(Lifecycle):
         if directory.tombstone is not None:
             rollout.files.fsync(rollout.fence_fd)  # whoever retired it may have died before this
             for name in rollout.files.listdir(directory.tombstone_path):
-                if not name.startswith("note-"):
+                if not is_note(name):
                     remove_tree(rollout.files, f"{directory.tombstone_path}/{name}")
         if directory.state == "absent":
             rollout.drop()
@@ -94,25 +97,17 @@ def sweep(engine: Engine, older_than_s: float, *, dry_run: bool = False) -> int:
 
     One broken rollout never stops the sweep of the others.
     """
-    removed = 0
     limit = time.time() - older_than_s if older_than_s > 0 else float("inf")
-    for rollout_id, directory in directories(engine.files, engine.layout):
-        if engine.closed:
-            return removed
-        if not isinstance(directory, Directory):
-            logger.warning("sweep leaves rollout %s alone: %s", rollout_id, directory)
-            continue
-        try:
-            tombstone = directory.tombstone
-            if tombstone is not None and tombstone.retired_at <= limit:
-                removed += dry_run or bool(engine.call(Reset(rollout_id, retired_before=limit)))
-            elif not dry_run and (
-                directory.leftovers or directory.state == "absent" or _has_payload(engine, directory)
-            ):
-                engine.call(Tidy(rollout_id))
-        except (TokcapError, OSError) as error:
-            logger.warning("sweep could not tidy rollout %s: %s", rollout_id, error)
-    if not dry_run:
+    changed: list[str] = []
+    try:
+        removed = _sweep_rollouts(engine, limit, changed, dry_run)
+    finally:
+        for shard in changed:  # at the end: one commit of a journal makes all of them durable
+            try:
+                engine.files.fsync_directory(shard)
+            except OSError as error:
+                logger.warning("sweep could not sync %s: %s", shard, error)
+    if not dry_run and not engine.closed:
         try:
             _sweep_writers(engine.files, engine.layout)
         except OSError as error:
@@ -120,10 +115,102 @@ def sweep(engine: Engine, older_than_s: float, *, dry_run: bool = False) -> int:
     return removed
 
 
+def _sweep_rollouts(engine: Engine, limit: float, changed: list[str], dry_run: bool) -> int:
+    """`sweep` without its syncs; `changed` takes the shards in which a rollout was removed without one."""
+    removed = 0
+    found = directories(engine.files, engine.layout)
+    for shard, below in itertools.groupby(found, lambda one: engine.layout.shard(one[0])):
+        old: list[Directory] = []
+        for rollout_id, directory in below:
+            if engine.closed:
+                return removed
+            if not isinstance(directory, Directory):
+                logger.warning("sweep leaves rollout %s alone: %s", rollout_id, directory)
+                continue
+            tombstone = directory.tombstone
+            if tombstone is not None and tombstone.retired_at <= limit:
+                old.append(directory)
+                continue
+            try:
+                if not dry_run and (
+                    directory.leftovers or directory.state == "absent" or _has_payload(engine, directory)
+                ):
+                    engine.call(Tidy(rollout_id))
+            except (TokcapError, OSError) as error:
+                logger.warning("sweep could not tidy rollout %s: %s", rollout_id, error)
+        if dry_run:
+            removed += len(old)
+        elif old:
+            changed.append(shard)
+            removed += _remove_tombstones(engine, old, limit)
+    return removed
+
+
+def _remove_tombstones(engine: Engine, old: list[Directory], limit: float) -> int:
+    """Remove the tombstones of one shard; how many are gone."""
+    if threading.current_thread() is not threading.main_thread():
+        rest = _remove_empty(engine.files, old)
+    else:  # a signal handler may raise at any point of this thread: it holds no fence
+        left: list[list[Directory]] = []
+        start_thread(lambda: left.append(_remove_empty(engine.files, old)), "tokcap-sweep").join()
+        rest = left[0] if left else old
+    removed = len(old) - len(rest)
+    for directory in rest:
+        if engine.closed:
+            break
+        rollout_id = directory.path.rpartition("/")[2]
+        try:
+            removed += bool(engine.call(Reset(rollout_id, retired_before=limit)))
+        except (TokcapError, OSError) as error:
+            logger.warning("sweep could not tidy rollout %s: %s", rollout_id, error)
+    return removed
+
+
+def _remove_empty(files: Files, old: list[Directory]) -> list[Directory]:
+    """Remove those tombstones that nothing is left of but name and notes, without a sync; the others come back.
+
+    None of them needs one of its own. A tombstone without payload was durable before the payload went, so nothing of
+    the rollout can appear again but the tombstone, to be swept again. It can't appear beside what comes after it:
+    its directory is gone, and a first put syncs the shard, where the new directory takes the name. If the directory
+    could not be removed, it is synced here, while its fence is held.
+    """
+    return [directory for directory in old if not _remove_if_empty(files, directory)]
+
+
+def _remove_if_empty(files: Files, directory: Directory) -> bool:
+    try:
+        fd = fence.open_fence(files, directory.path)
+        if fd is None:
+            return False
+        try:
+            if not fence.lock(files, fd):
+                return False
+            try:
+                if not fence.still_there(files, fd, directory.path):
+                    return False
+                notes = files.listdir(directory.tombstone_path) if directory.notes else []
+                if not all(map(is_note, notes)):
+                    return False
+                for name in notes:
+                    files.unlink(f"{directory.tombstone_path}/{name}")
+                files.rmdir(directory.tombstone_path)  # which fails if there is a payload
+                try:
+                    files.rmdir(directory.path)
+                except OSError:
+                    files.fsync(fd)
+            finally:
+                fence.unlock(files, fd)
+        finally:
+            files.close(fd)
+    except OSError:
+        return False
+    return True
+
+
 def _has_payload(engine: Engine, directory: Directory) -> bool:
     if directory.tombstone is None:
         return False
-    return any(not name.startswith("note-") for name in engine.files.listdir(directory.tombstone_path))
+    return any(not is_note(name) for name in engine.files.listdir(directory.tombstone_path))
 
 
 def _sweep_writers(files: Files, layout: Layout) -> None:

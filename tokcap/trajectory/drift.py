@@ -11,13 +11,14 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..protocol import CallRecord
 from .links import NO_CALL, Links, first_content, records_of
-from .prompts import prompts_by_model
+from .prompts import FEW, Prompts, prompts_by_model
 from .recorded import Call, Recorded
 from .siblings import Fate
-from .times import Times, is_before
+from .times import Times, began_before, is_before
 from .tree import ROOT
 
 __all__ = ("Drift", "DriftKind", "TokenBytes", "find_drifts")
@@ -75,13 +76,16 @@ class Drift(msgspec.Struct, frozen=True, dict=True, eq=False):
 
 def find_drifts(recorded: Recorded, links: Links, fates: dict[int, Fate], bytes_of: Bytes) -> dict[int, Drift]:
     """The drift of every representative that has one."""
-    answers = _Answers(recorded, links, fates)
-    prompts = _EarlierPrompts(recorded, links)
+    calls, depth, above = recorded.calls, recorded.tree.depth, recorded.tree.parent
+    stopped = any(fate.continued for fate in fates.values())
+    answers, prompts = _Answers(recorded, links, fates), _EarlierPrompts(recorded, links)
     found = {}
     for number in links.members:
-        call = recorded.calls[number]
+        call = calls[number]
         parent = links.parent[number]
-        extended = recorded.calls[parent].total if parent != NO_CALL else 0
+        extended = calls[parent].total if parent != NO_CALL else 0
+        if not stopped and depth[above[call.prompt_vertex]] <= extended:
+            continue  # no vertex lies between what it extends and the end of its prompt: nothing parts from it there
         drift = answers.left_by(call, extended) or answers.stopped_in_by(call, extended)
         other = prompts.left_by(call, extended if drift is None else drift[1])
         before_answer = other is not None
@@ -108,20 +112,26 @@ class _Answers:
 
     def __init__(self, recorded: Recorded, links: Links, fates: dict[int, Fate]) -> None:
         self._recorded, self._links, self._fates = recorded, links, fates
-        self._passing: dict[str, dict[int, array[int]]] = defaultdict(dict)
         self._leaving: dict[tuple[str, int], _Leaving] = {}
-        for number in links.answered:
-            call = recorded.calls[number]
-            passing, vertex = self._passing[call.model], call.end_vertex
+
+    @cached_property
+    def _passing(self) -> dict[str, dict[int, array[int]]]:
+        """Of each model and vertex the answers that run through it."""
+        calls, depth, above = self._recorded.calls, self._recorded.tree.depth, self._recorded.tree.parent
+        of_model: dict[str, dict[int, array[int]]] = defaultdict(dict)
+        for number in self._links.answered:
+            call = calls[number]
+            passing, vertex, least = of_model[call.model], call.end_vertex, call.prompt - BOUNDARY
             while True:
                 found = passing.get(vertex)
                 if found is None:
                     passing[vertex] = array("q", (number,))
                 else:
                     found.append(number)
-                vertex = recorded.tree.parent[vertex]
-                if vertex == ROOT or recorded.tree.depth[vertex] < call.prompt - BOUNDARY:
+                vertex = above[vertex]
+                if vertex == ROOT or depth[vertex] < least:
                     break
+        return of_model
 
     def left_by(self, call: Call, extended: int) -> tuple[Call, int] | None:
         recorded = self._recorded
@@ -157,9 +167,10 @@ class _Answers:
         found = self._leaving.get((model, vertex))
         if found is None:
             calls = [self._recorded.calls[number] for number in self._passing[model][vertex]]
-            calls.sort(key=self._rank)
-            times = Times([self._records(call.number) for call in calls])
-            found = self._leaving[model, vertex] = _Leaving(self._recorded, calls, times)
+            if len(calls) > 1:
+                calls.sort(key=self._rank)
+            records = [self._records(call.number) for call in calls]
+            found = self._leaving[model, vertex] = _Leaving(self._recorded, calls, records)
         return found
 
     def _rank(self, call: Call) -> tuple[bool, int, int, tuple[bytes, tuple[str, int]]]:
@@ -173,16 +184,28 @@ class _Answers:
 class _Leaving:
     """The calls whose answer runs through a vertex, in order of preference; many are looked at in one comparison."""
 
-    def __init__(self, recorded: Recorded, calls: list[Call], times: Times) -> None:
-        self._recorded, self.calls, self._times = recorded, calls, times
-        self._prompts = np.array([call.prompt for call in calls], np.int64)
-        self._ends = np.array([recorded.first[call.end_vertex] for call in calls], np.int64)
+    def __init__(self, recorded: Recorded, calls: list[Call], records: list[list[CallRecord]]) -> None:
+        self._recorded, self.calls, self._records = recorded, calls, records
+
+    @cached_property
+    def _times(self) -> Times:
+        return Times(self._records)
+
+    @cached_property
+    def _prompts(self) -> npt.NDArray[np.int64]:
+        return np.array([call.prompt for call in self.calls], np.int64)
+
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.array([self._recorded.first[call.end_vertex] for call in self.calls], np.int64)
 
     def candidates(self, call: Call, records: list[CallRecord], below: int) -> Iterator[Call]:
         """Those with a shorter prompt whose answer doesn't go on below vertex `below`, but for those known to be later.
 
         A conversation grows, whatever became of its beginning.
         """
+        if len(self.calls) <= FEW:
+            return iter(self._candidates_of_few(call, records, below))
         first, last = self._recorded.first[below], self._recorded.last[below]
         possible = (self._prompts < call.prompt) & ((self._ends < first) | (self._ends > last))
         later = np.ones(len(possible), np.bool_)
@@ -190,13 +213,26 @@ class _Leaving:
             later &= self._times.begun_after(record)
         return (self.calls[place] for place in np.flatnonzero(possible & ~later).tolist())
 
+    def _candidates_of_few(self, call: Call, records: list[CallRecord], below: int) -> list[Call]:
+        """The same, one after another."""
+        return [
+            other
+            for other, told in zip(self.calls, self._records, strict=True)
+            if other.prompt < call.prompt
+            and not self._recorded.below(other.end_vertex, below)
+            and not all(began_before(record, its) for record in records for its in told)
+        ]
+
 
 class _EarlierPrompts:
     """Finds, on the way to a prompt, the latest earlier call whose own prompt parts from it."""
 
     def __init__(self, recorded: Recorded, links: Links) -> None:
         self._recorded, self._links = recorded, links
-        self._prompts = prompts_by_model(recorded, (call for call in recorded.calls if call.sampled))
+
+    @cached_property
+    def _prompts(self) -> Callable[[str], Prompts]:
+        return prompts_by_model(self._recorded, (call for call in self._recorded.calls if call.sampled))
 
     def left_by(self, call: Call, extended: int) -> tuple[Call, int] | None:
         recorded = self._recorded

@@ -47,6 +47,8 @@ class Links(msgspec.Struct, eq=False):
     largest_difference: float
     """Between log-probs of identical calls, natural log."""
     hints_refuted: int
+    equals_chosen: bool
+    """Whether a call continues one of several equal samples, so that one of them had to be chosen."""
 
 
 def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
@@ -56,7 +58,7 @@ def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
     """
     representative, members = _merge(recorded)
     answered = [number for number in members if recorded.calls[number].sampled]
-    parent, refuted = _parents(recorded, members, answered, preferred)
+    parent, refuted, chosen = _parents(recorded, members, answered, preferred)
     children: dict[int, tuple[int, ...]] = {}
     for above, below in grouped(answered, lambda number: parent[number]).items():
         if above != NO_CALL:
@@ -66,7 +68,7 @@ def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
         for number, above in parent.items()
         if above != NO_CALL and _may_follow(recorded, members[number], members[above])
     }
-    links = Links(representative, members, parent, children, extended, answered, set(), 0.0, refuted)
+    links = Links(representative, members, parent, children, extended, answered, set(), 0.0, refuted, chosen)
     for number in answered:
         same = sound(recorded, links, number) if len(members[number]) > 1 else []
         if len(same) > 1:
@@ -143,29 +145,32 @@ def _merge(recorded: Recorded) -> tuple[list[int], dict[int, tuple[int, ...]]]:
 
 def _parents(
     recorded: Recorded, members: dict[int, tuple[int, ...]], answered: list[int], preferred: int
-) -> tuple[dict[int, int], int]:
+) -> tuple[dict[int, int], int, bool]:
+    """Of each representative its parent; how many hints are refuted; whether one of equal samples was chosen."""
     calls = recorded.calls
     ends: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number in answered:
         ends[calls[number].model][calls[number].end_vertex].append(number)
     nearest: dict[str, dict[int, int]] = defaultdict(lambda: {0: 0})
     by_id = {call.model_call_id: call.number for call in calls}
-    parent, refuted = {}, 0
+    parent, refuted, chosen = {}, 0, False
     for number in members:
         call = calls[number]
         vertex = _nearest_end(recorded, call.prompt_vertex, ends[call.model], nearest[call.model])
         candidates = ends[call.model].get(vertex, [])
-        deepest = max((calls[i].prompt for i in candidates), default=0)
-        candidates = [i for i in candidates if calls[i].prompt == deepest]
+        if len(candidates) > 1:
+            deepest = max(calls[i].prompt for i in candidates)
+            candidates = [i for i in candidates if calls[i].prompt == deepest]
         hint = call.parent_hint
         if hint:
             hinted = [i for i in candidates if any(calls[m].model_call_id == hint for m in members[i])]
             refuted += not hinted and hint in by_id
             candidates = hinted or candidates
         if len(candidates) > 1:  # equal samples
+            chosen = True
             candidates = [min(candidates, key=lambda i: (i != preferred, first_content(recorded, members[i])))]
         parent[number] = candidates[0] if candidates else NO_CALL
-    return parent, refuted
+    return parent, refuted, chosen
 
 
 def _nearest_end(recorded: Recorded, vertex: int, ends: dict[int, list[int]], known: dict[int, int]) -> int:
@@ -186,12 +191,19 @@ def _nearest_end(recorded: Recorded, vertex: int, ends: dict[int, list[int]], kn
 def _may_follow(recorded: Recorded, numbers: Iterable[int], earlier: Iterable[int]) -> bool:
     """Whether calls are not known to have come before all of some others."""
     calls = recorded.calls
-    return not all(is_before(calls[a].record, calls[b].record) for a in numbers for b in earlier)
+    # Loops, because this is asked of every step and nearly always about two calls.
+    for number in numbers:
+        for before in earlier:
+            if not is_before(calls[number].record, calls[before].record):
+                return True
+    return False
 
 
 def sound(recorded: Recorded, links: Links, number: int) -> list[Call]:
     """Of identical calls those that are in no conflict; all if every one is."""
     same = [recorded.calls[i] for i in links.members[number]]
+    if len(same) == 1:
+        return same
     return [call for call in same if call.record.outcome != "conflict"] or same
 
 

@@ -43,7 +43,7 @@ def find_paths(
     for number, children in links.children.items():
         joined = [child for child in children if child not in split]
         if joined:
-            goes_on[number] = _first(recorded, links, joined, rank)
+            goes_on[number] = joined[0] if len(joined) == 1 else _first(recorded, links, joined, rank)
     continued = set(goes_on.values())
     paths = []
     for number in links.answered:
@@ -53,6 +53,8 @@ def find_paths(
         while owned[-1] in goes_on:
             owned.append(goes_on[owned[-1]])
         paths.append(Path(owned, sum(judged[i].trained for i in owned)))
+    if len(paths) < 2:
+        return paths, _share(recorded, paths)
     on_chain = set(chain_of(links, scored))
     paths.sort(
         key=lambda path: (

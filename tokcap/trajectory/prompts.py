@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import FloatArray
 from ..protocol import CallRecord
 from .recorded import Call, Recorded
+from .times import began_before, is_before
 
-__all__ = ("Prompts", "prompts_by_model")
+__all__ = ("FEW", "Prompts", "prompts_by_model")
 
 Booleans = npt.NDArray[np.bool_]
+
+FEW = 16
+"""Up to so many calls are compared one after another in less time than arrays of them take to be made."""
 
 
 def prompts_by_model(recorded: Recorded, calls: Iterable[Call]) -> Callable[[str], Prompts]:
@@ -38,17 +45,35 @@ class Prompts:
         self._recorded = recorded
         self.calls = calls
         self._ranks = [recorded.first[call.prompt_vertex] for call in calls]
-        self._ends = np.array([recorded.first[call.end_vertex] for call in calls], np.int64)
-        boots: dict[str, int] = {}
-        records = [call.record for call in calls]
-        self._boots = boots
-        self._boot = np.array([boots.setdefault(r.boot_id, len(boots)) if r.boot_id else -1 for r in records], np.int64)
-        self._begun = np.array([np.nan if r.begun_at is None else r.begun_at for r in records], np.float64)
-        self._ended = np.array([np.nan if r.ended_at is None else r.ended_at for r in records], np.float64)
 
-        known = len(boots) == 1 and bool((self._boot == 0).all() and not np.isnan(self._begun).any())
-        self._one_clock = next(iter(boots)) if known else ""
+    @cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.array([self._recorded.first[call.end_vertex] for call in self.calls], np.int64)
+
+    @cached_property
+    def _boots(self) -> dict[str, int]:
+        boots = dict.fromkeys(call.record.boot_id for call in self.calls if call.record.boot_id)
+        return {boot: number for number, boot in enumerate(boots)}
+
+    @cached_property
+    def _boot(self) -> npt.NDArray[np.int64]:
+        return np.array([self._boots.get(call.record.boot_id, -1) for call in self.calls], np.int64)
+
+    @cached_property
+    def _begun(self) -> FloatArray:
+        begun = (call.record.begun_at for call in self.calls)
+        return np.array([np.nan if time is None else time for time in begun], np.float64)
+
+    @cached_property
+    def _ended(self) -> FloatArray:
+        ended = (call.record.ended_at for call in self.calls)
+        return np.array([np.nan if time is None else time for time in ended], np.float64)
+
+    @cached_property
+    def _one_clock(self) -> str:
         """The boot in which all of them began, at known times; else empty."""
+        known = len(self._boots) == 1 and bool((self._boot == 0).all() and not np.isnan(self._begun).any())
+        return next(iter(self._boots)) if known else ""
 
     def through(self, vertex: int) -> slice:
         """The places in `calls` of those whose prompt runs through `vertex` or ends there."""
@@ -61,6 +86,12 @@ class Prompts:
         """Whether one of them may have come after the calls of `records`, and came before those of every rival."""
         if through.start == through.stop:
             return False
+        if through.stop - through.start <= FEW:
+            return any(
+                not all(is_before(call.record, record) for record in records)
+                and all(is_before(call.record, record) for rival in rivals for record in rival)
+                for call in self.calls[through]
+            )
         if self._one_clock and not rivals and len(records) == 1 and records[0].begun_at is not None:
             if records[0].boot_id != self._one_clock:
                 return True
@@ -74,6 +105,8 @@ class Prompts:
         """The last of them that is known to have begun before `record`, and whose answer isn't below `not_below`."""
         if record.begun_at is None or through.start == through.stop:
             return None
+        if through.stop - through.start <= FEW:
+            return self._latest_of_few(through, record, not_below)
         earlier = self._same_boot(through, record) & (self._begun[through] < record.begun_at)
         ends = self._ends[through]
         first, last = self._recorded.first[not_below], self._recorded.last[not_below]
@@ -81,6 +114,17 @@ class Prompts:
         if not earlier.any():
             return None
         latest: Call = self.calls[through.start + int(np.where(earlier, self._begun[through], -np.inf).argmax())]
+        return latest
+
+    def _latest_of_few(self, through: slice, record: CallRecord, not_below: int) -> Call | None:
+        """The same, one after another."""
+        latest, latest_begun = None, -math.inf
+        for call in self.calls[through]:
+            begun = call.record.begun_at
+            if begun is None or not began_before(call.record, record):
+                continue
+            if (latest is None or begun > latest_begun) and not self._recorded.below(call.end_vertex, not_below):
+                latest, latest_begun = call, begun
         return latest
 
     def _before_all(self, through: slice, records: Sequence[CallRecord]) -> Booleans:

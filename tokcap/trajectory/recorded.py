@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import FloatArray, IdArray
 from ..entry import TokenEntry, content_digest, identical
 from ..protocol import CallRecord, TokenCaptureSnapshot
 from ..store.prefix import Node, PrefixSearch
-from ..store.records import Contents, decode_contents, decode_entry, decode_pieces
+from ..store.records import Contents, EntryHead, decode_contents, decode_entry, decode_pieces
 from ..store.snapshot import Entries
+from .pieces import Pieces
 from .tree import PrefixTree
 
-__all__ = ("Call", "Recorded", "read_snapshot")
+__all__ = ("PARENT_HINT", "Call", "Reader", "Recorded", "call_of", "read_snapshot", "recorded_of")
 
 PARENT_HINT = "parent_call_id"
 """Key in `TokenEntry.extra` under which a harness may say which call it continued."""
@@ -108,7 +110,24 @@ def read_snapshot(snapshot: TokenCaptureSnapshot) -> Recorded:
     entries = snapshot.entries
     tree = PrefixTree()
     reader = _StoredCalls(entries, tree) if isinstance(entries, Entries) else _GivenCalls(entries, tree)
-    records = list(snapshot.calls)
+    return recorded_of(snapshot.rollout_id, reader, tree, snapshot.calls)
+
+
+class Reader(Protocol):
+    """Who has made calls of what a snapshot holds."""
+
+    calls: list[Call]
+    conflicts: set[str]
+    """Model calls of which several contents were found."""
+
+    def entry(self, call: Call, recorded: Recorded) -> TokenEntry:
+        """What was put."""
+        ...
+
+
+def recorded_of(rollout_id: str, reader: Reader, tree: PrefixTree, told: Sequence[CallRecord]) -> Recorded:
+    """The calls that `reader` found in the order of their names, with what the ledger told of them."""
+    records = list(told)
     known = {record.model_call_id: record for record in records if record.model_call_id}
     reader.calls.sort(key=lambda call: (call.model_call_id, call.choice_index))
     for number, call in enumerate(reader.calls):
@@ -118,12 +137,12 @@ def read_snapshot(snapshot: TokenCaptureSnapshot) -> Recorded:
             record = known[call.model_call_id] = CallRecord(call.model_call_id, "recorded")
             records.append(record)
         if call.model_call_id in reader.conflicts and record.outcome != "conflict":
-            told = records.index(record)
-            record = known[call.model_call_id] = records[told] = msgspec.structs.replace(record, outcome="conflict")
+            place = records.index(record)
+            record = known[call.model_call_id] = records[place] = msgspec.structs.replace(record, outcome="conflict")
         call.record = record
     records.sort(key=lambda record: (record.model_call_id, record.detail))
     partly = frozenset(call.model_call_id for call in reader.calls if call.finish_reason == "aborted")
-    recorded = Recorded(snapshot.rollout_id, reader.calls, records, tree, *tree.ranks(), partly)
+    recorded = Recorded(rollout_id, reader.calls, records, tree, *tree.ranks(), partly)
     for call in _with_equals(recorded.calls):
         call.digest = content_digest(reader.entry(call, recorded))
     return recorded
@@ -140,39 +159,49 @@ class _StoredCalls:
         self._entries = entries
         self.conflicts: set[str] = set()
         self._node_of: dict[tuple[str, int], Node] = {}
-        chosen = set(entries.chosen)
-        nodes = entries.nodes
-        # Copied into few arrays, so that no view keeps a file of the snapshot open.
-        ids = np.empty(sum(node.total - node.shared for node in nodes), np.int32)
-        log_probs = np.empty(sum(nodes[i].total - nodes[i].prompt for i in chosen), np.float64)
-        ids_done = log_probs_done = 0
-        for index, node in enumerate(nodes):
-            stored = entries.load(node)
-            start, cut = ids_done, ids_done + node.prompt - node.shared
-            ids_done = start + node.total - node.shared
-            ids[start:cut] = stored.suffix
-            ids[cut:ids_done] = stored.generated
-            generated = ids[cut:ids_done]
+        nodes, chosen = entries.nodes, set(entries.chosen)
+        if not nodes:
+            return
+        heads, ids, log_probs = _copied(entries)
+        done = 0
+        for index, (node, head) in enumerate(zip(nodes, heads, strict=True)):
+            start, cut = done, done + node.prompt - node.shared
+            done = start + node.total - node.shared
+            generated, known = ids[cut:done], log_probs[: node.total - node.prompt]
+            log_probs = log_probs[len(known) :]
             vertices = tree.add(node.parent, node.shared, ids[start:cut], generated)
             if index not in chosen:
                 continue
-            known = log_probs[log_probs_done : log_probs_done + len(generated)]
-            known[:] = stored.log_probs
-            log_probs_done += len(generated)
-            head = stored.head
             encoded = bytes(head.contents)
             contents = decode_contents(encoded)
-            call = _call(
+            call = call_of(
                 head.model_call_id, head.choice_index, contents, generated, known, node.prompt, node.total, vertices
             )
             call._contents, call._pieces = encoded, bytes(head.pieces)
             self.calls.append(call)
             self._node_of[call.key] = node
-        ids.flags.writeable = log_probs.flags.writeable = False
 
     def entry(self, call: Call, recorded: Recorded) -> TokenEntry:
         stored = self._entries.load(self._node_of[call.key])
         return decode_entry(recorded.rollout_id, stored, recorded.prompt_token_ids(call))
+
+
+def _copied(entries: Entries) -> tuple[list[EntryHead], IdArray, FloatArray]:
+    """What every node stores, in two arrays, so that no view keeps a file of the snapshot open."""
+    heads: list[EntryHead] = []
+    ids: list[npt.NDArray[Any]] = []
+    log_probs: list[npt.NDArray[Any]] = []
+    pieces = Pieces(entries)
+    for node in entries.nodes:
+        stored = entries.load(node)
+        known, suffix, generated = pieces.of(node, stored)
+        heads.append(stored.head)
+        log_probs.append(known)
+        ids += (suffix, generated)
+    joined = np.concatenate(ids, dtype=np.int32, casting="same_kind")
+    known = np.concatenate(log_probs, dtype=np.float64)
+    joined.flags.writeable = known.flags.writeable = False
+    return heads, joined, known
 
 
 class _GivenCalls:
@@ -193,7 +222,7 @@ class _GivenCalls:
             vertices = tree.add(follows, shared, prompt[shared:], generated)
             contents = Contents(*(getattr(entry, field) for field in Contents._fields))
             log_probs = entry.generation_log_probs
-            call = _call(
+            call = call_of(
                 entry.model_call_id, entry.choice_index, contents, generated, log_probs, len(prompt), total, vertices
             )
             call._entry = entry
@@ -218,7 +247,7 @@ def _length(entry: TokenEntry) -> int:
     return len(entry.prompt_token_ids) + len(entry.generation_token_ids)
 
 
-def _call(
+def call_of(
     model_call_id: str,
     choice_index: int,
     contents: Contents,
@@ -228,6 +257,7 @@ def _call(
     total: int,
     vertices: tuple[int, int],
 ) -> Call:
+    """A call whose number and record are not known yet."""
     hint = contents.extra.get(PARENT_HINT)
     return Call(
         -1,

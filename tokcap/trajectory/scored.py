@@ -25,6 +25,11 @@ class Witnesses(msgspec.Struct, frozen=True):
     response: Mapping[str, Any] | None = None
     """The scored response itself, in Responses or chat form: its `id` and its content speak."""
 
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to ask."""
+        return bool(self.call_id or self.response_id) or self.response is not None
+
 
 class Scored(msgspec.Struct, frozen=True):
     """The outcome of asking the witnesses."""

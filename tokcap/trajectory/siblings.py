@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -13,17 +13,17 @@ from ..digests import answer_digest
 from ..protocol import CallRecord
 from ..store.ledger import DigestChain
 from .links import NO_CALL, Links, grouped, records_of, sound
-from .prompts import prompts_by_model
+from .prompts import Prompts, prompts_by_model
 from .recorded import Call, Recorded
 from .samples import sample_units
 from .times import is_before
 
-__all__ = ("Fate", "settle_siblings")
+__all__ = ("Fate", "doubtful_siblings", "settle_siblings")
 
 Verdict = Literal["kept", "abandoned", "ambiguous", "aborted"]
 
 
-class Fate(msgspec.Struct, gc=False):
+class Fate(msgspec.Struct, frozen=True, gc=False):
     """What became of an answer."""
 
     verdict: Verdict = "kept"
@@ -31,14 +31,26 @@ class Fate(msgspec.Struct, gc=False):
     """Of an answer that was cut off: how many of its ids a later prompt holds; None if all count."""
 
 
-def settle_siblings(recorded: Recorded, links: Links, scored: int = NO_CALL) -> dict[int, Fate]:
-    """The fate of every representative with sampled ids. `scored` (a representative) is always kept."""
+_KEPT = Fate()
+
+
+def doubtful_siblings(recorded: Recorded, links: Links) -> list[Sequence[int]]:
+    """The representatives with one prompt where not all are kept for certain: several, or one that was cut off."""
     calls = recorded.calls
     groups = grouped(links.answered, lambda number: (calls[number].prompt_vertex, calls[number].model)).values()
-    evidence = _Evidence(recorded, links, [number for group in groups if len(group) > 1 for number in group])
-    fates = {number: Fate() for number in links.answered}
-    for group in groups:
-        if len(group) > 1 or _is_cut_off(recorded, links, group[0]):
+    # Only what an engine or the ledger says has no end can be without one.
+    cut_off = bool(recorded.partly_aborted) or any(record.outcome == "aborted" for record in recorded.records)
+    return [group for group in groups if len(group) > 1 or (cut_off and _is_cut_off(recorded, links, group[0]))]
+
+
+def settle_siblings(
+    recorded: Recorded, links: Links, doubtful: Sequence[Sequence[int]], scored: int = NO_CALL
+) -> dict[int, Fate]:
+    """The fate of every representative with sampled ids. `scored` (a representative) is always kept."""
+    fates = dict.fromkeys(links.answered, _KEPT)
+    if doubtful:
+        evidence = _Evidence(recorded, links, [number for group in doubtful if len(group) > 1 for number in group])
+        for group in doubtful:
             _settle_group(recorded, links, evidence, group, scored, fates)
     return fates
 
@@ -124,7 +136,10 @@ class _Evidence:
         self._recorded, self._links = recorded, links
         self._contested = contested
         """Representatives that have siblings."""
-        self._prompts = prompts_by_model(recorded, recorded.calls)
+
+    @cached_property
+    def _prompts(self) -> Callable[[str], Prompts]:
+        return prompts_by_model(self._recorded, self._recorded.calls)
 
     def run(self, number: int, rivals: Sequence[int] = ()) -> int:
         """How many of the call's sampled ids the later prompt that holds most of them holds, at their own position.

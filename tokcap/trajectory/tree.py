@@ -145,9 +145,11 @@ class PrefixTree:
 
     def ids_to(self, vertex: int, out: npt.NDArray[np.int32]) -> None:
         """Fill `out` with the last `len(out)` ids of the sequence of `vertex`."""
-        end = len(out)
+        edges, above, end = self.edge, self.parent, len(out)
         while end > 0:
-            edge = self.edge[vertex]
-            start = max(end - len(edge), 0)
-            out[start:end] = edge[len(edge) - (end - start) :]
-            end, vertex = start, self.parent[vertex]
+            edge = edges[vertex]
+            start = end - len(edge)
+            if start < 0:
+                edge, start = edge[-end:], 0
+            out[start:end] = edge
+            end, vertex = start, above[vertex]

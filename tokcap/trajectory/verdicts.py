@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .behaviour import is_behaviour, unknown_log_probs
+from .behaviour import POSITIVE_BEYOND_ROUNDING, SENTINEL, is_behaviour, unknown_log_probs
 from .links import Links, received, sound
 from .recorded import Call, Recorded
 from .siblings import Fate
@@ -55,15 +55,14 @@ def judge(
 ) -> dict[int, Judged]:
     """Judge every representative that has sampled ids."""
     judged = {}
-    for number in links.answered:
+    sources = [received(recorded, links, number) for number in links.answered]
+    for number, source, known in zip(links.answered, sources, all_known(sources), strict=True):
         call, fate = recorded.calls[number], fates[number]
-        source = received(recorded, links, number)
         behaviour = is_behaviour(source.sampling)
-        outcomes = {same.record.outcome for same in sound(recorded, links, number)}
         verdict: Category = "trained"
         if call.model not in models:
             verdict = "other_model"
-        elif outcomes == {"conflict"}:
+        elif all(same.record.outcome == "conflict" for same in sound(recorded, links, number)):
             verdict = "conflict"
         elif number in after_final:
             verdict = "after_final"
@@ -71,14 +70,33 @@ def judge(
             verdict = fate.verdict
         elif number in links.unclear or (exclude_not_behaviour and behaviour is False):
             verdict = "unknown"
-        judged[number] = _weighed(call, source, verdict, fate.continued, behaviour)
+        judged[number] = _weighed(call, source, verdict, fate.continued, behaviour, known)
     return judged
 
 
-def _weighed(call: Call, source: Call, verdict: Category, continued: int | None, behaviour: bool | None) -> Judged:
+def all_known(calls: Sequence[Call]) -> list[bool]:
+    """Of each call, all of which sampled something, whether each of its log-probs is known."""
+    if not calls:
+        return []
+    arrays = [call.generation_log_probs for call in calls]
+    starts = list(itertools.accumulate(map(len, arrays[:-1]), initial=0))
+    joined = np.concatenate(arrays)
+    # NaN is the least and the largest of everything, and no comparison with it holds.
+    with np.errstate(invalid="ignore"):
+        known = np.minimum.reduceat(joined, starts) > SENTINEL
+        known &= np.maximum.reduceat(joined, starts) <= POSITIVE_BEYOND_ROUNDING
+    found: list[bool] = known.tolist()
+    return found
+
+
+def _weighed(
+    call: Call, source: Call, verdict: Category, continued: int | None, behaviour: bool | None, known: bool
+) -> Judged:
     sampled = call.sampled
     if verdict != "trained":
         return Judged(call, source, verdict, None, 0, behaviour, {verdict: sampled})
+    if known and continued is None:
+        return Judged(call, source, "trained", None, sampled, behaviour, {"trained": sampled})
     counts: dict[Category, int] = {}
     trainable = sampled if continued is None else continued
     unknown = unknown_log_probs(source.generation_log_probs)
@@ -111,11 +129,13 @@ def account(recorded: Recorded, links: Links, judged: dict[int, Judged]) -> dict
     sampled = the sum of all categories. An answer that was sampled twice with the same ids counts twice: once as what
     it is, and as `abandoned` for every repetition (unless more is wrong with it): the client went on with one of them.
     """
-    counts: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
+    counts: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     repeated = 0
     for number, found in judged.items():
-        counts.update(found.counts)
-        for i in links.members[number]:
+        for category, count in found.counts.items():
+            counts[category] += count
+        members = links.members[number]
+        for i in members if len(members) > 1 else ():
             if i != found.source.number:
                 counts[_verdict_of_repetition(found, recorded.calls[i])] += found.call.sampled
                 repeated += found.call.sampled

@@ -564,7 +564,7 @@ def test_a_sweep_of_many_tombstones_syncs_each_shard_once_and_leaves_nothing(sto
         counts = files.during()
         assert counts["fsync"] == len(list(store_dir.glob("rollouts/*")))
         assert counts["rmdir"] == 2 * count
-        assert counts["rename"] == 0
+        assert "rename" not in counts
         assert not set(WRITES) & counts.keys()
         assert list(store.rollouts()) == []
         assert cached_bytes(store) == 0

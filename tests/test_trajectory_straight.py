@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -163,6 +164,15 @@ def _no_names_for_it(turns: list[Turn], at: int, chance: random.Random) -> None:
     turns[at].fields["model"] = "m\ud800"
 
 
+def _without_a_prompt(turns: list[Turn]) -> None:
+    """The first call is asked with nothing, and answers with what was its prompt."""
+    first = turns[0]
+    first.answer = first.prompt + first.answer
+    first.log_probs = [*(-0.5 for _ in first.prompt), *first.log_probs]
+    first.prompt = []
+    first.fields.pop("routed_experts", None)
+
+
 RAW = {"logprobs_mode": "raw_logprobs", "temperature": 1}
 
 PLAIN: dict[str, Change] = {
@@ -186,7 +196,7 @@ PLAIN: dict[str, Change] = {
     "experts": lambda turns, at, chance: turns[at].fields.update(
         routed_experts=np.zeros((len(turns[at].answer), 2), np.int16)
     ),
-    "another choice": lambda turns, at, chance: turns[at].fields.update(choice_index=0),
+    "a first prompt without an id": lambda turns, at, chance: _without_a_prompt(turns),
 }
 """What leaves a conversation a straight one."""
 
@@ -384,6 +394,14 @@ def test_a_straight_conversation_is_built_in_one_pass_and_stays_valid_when_the_s
     assert shown(found) == shown(expected)
     assert inside(found) == inside(expected)
     assert shown(found) == shown(expected)  # looking inside changed nothing
+    sent = pickle.loads(pickle.dumps(build_again(turns)))
+    assert [t.token_ids.tolist() for t in sent.trajectories] == [t.token_ids.tolist() for t in found.trajectories]
+    assert sent.links.parent == expected.links.parent
+
+
+def build_again(turns: list[Turn]) -> Build:
+    with stored(turns) as snapshot:
+        return build(snapshot)
 
 
 def plain(turns: int = 4) -> list[Turn]:
@@ -430,6 +448,19 @@ def test_questions_that_need_a_closer_look_get_one(asked: dict[str, Any]) -> Non
         found = build(snapshot, **asked)
         assert not isinstance(found._found, Straight)
         assert shown(found) == shown(by_the_rules(snapshot, **asked))
+
+
+@pytest.mark.parametrize("excluded", [True, False])
+@pytest.mark.parametrize("at", [0, 2])
+def test_log_probs_that_are_not_those_of_sampling_are_left_out_if_asked_for(excluded: bool, at: int) -> None:
+    turns = plain()
+    PLAIN["raw, greedy"](turns, at, random.Random(1))
+    with stored(turns) as snapshot:
+        found = build(snapshot, exclude_not_behaviour=excluded)
+        expected = by_the_rules(snapshot, exclude_not_behaviour=excluded)
+    assert isinstance(found._found, Straight) != excluded
+    assert shown(found) == shown(expected)
+    assert found.metrics["trained"] == 12 - 3 * excluded
 
 
 def test_of_a_rollout_without_calls_nothing_is_said_in_one_pass() -> None:

@@ -20,7 +20,16 @@ from .liveness import Liveness
 from .looking import Looker
 from .operations import Operation
 from .requests import Requests
-from .root import boot_id, group_id_of, is_faster_with_space, kernel_syncs_for, open_root, read_marker, sync_threads_for
+from .root import (
+    boot_id,
+    group_id_of,
+    is_faster_with_space,
+    is_memory,
+    kernel_syncs_for,
+    open_root,
+    read_marker,
+    sync_threads_for,
+)
 from .sweep import Housekeeper
 from .waiters import Mailbox, in_thread
 
@@ -52,7 +61,7 @@ class StoreBase:
         lock_timeout_s: float = 30.0,
         segment_bytes: int = 64 << 20,
         max_entry_bytes: int = 1 << 30,
-        cache_bytes: int = 20 << 20,
+        cache_bytes: int = 256 << 20,
         sync_threads: int | None = None,
         sweep_every_s: float = _HOUR,
         tombstone_age_s: float = 24 * _HOUR,
@@ -136,6 +145,7 @@ class StoreBase:
                     sync_threads=settings["sync_threads"] or sync_threads_for(kind),
                     # Who says how many threads wait for the device wants threads.
                     kernel_syncs=0 if settings["sync_threads"] else kernel_syncs_for(kind),
+                    free_syncs=is_memory(kind),
                     cache_bytes=settings["cache_bytes"],
                     segment_bytes=settings["segment_bytes"],
                     descriptors=_descriptor_budget(),

@@ -10,10 +10,11 @@ sync, first puts) goes to the workers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from ..errors import CorruptError
@@ -29,6 +30,9 @@ __all__ = ("Committer",)
 _STARTED_AT_ONCE = 8
 """Syncs, while more is to be written: the device has something to do meanwhile."""
 
+_MOST_OF_ONE = 5
+"""Syncs of one rollout: a first put needs its file and four directories."""
+
 logger = logging.getLogger("tokcap.store")
 
 
@@ -41,6 +45,7 @@ class Committer:
         sync_threads: int,
         *,
         kernel_syncs: int,
+        free_syncs: bool,
         most_unsynced: int,
         pending: Callable[[Queued], list[Operation]],
         elsewhere: Callable[[Queued, list[Operation]], None],
@@ -56,6 +61,8 @@ class Committer:
         self._kernel: KernelSyncs | None = None
         if kernel_syncs:
             self._use_kernel(kernel_syncs)
+        self._begins_logs = free_syncs or self._kernel is not None
+        """With threads that sync, a first put takes one of the workers: it has several directories to wait for."""
         self._to_sync: SimpleQueue[Queued | None] = SimpleQueue()
         self._backlog: deque[Queued] = deque()
         """Rollouts that are not written yet because too many others are unsynced."""
@@ -130,7 +137,7 @@ class Committer:
         finished: list[Operation] = []
         written: list[Queued] = []
         inline = self._sync_threads <= 1 and self._kernel is None
-        while self._backlog and self._syncing + len(written) < self._most_unsynced:
+        while self._backlog and self._has_room(len(written)):
             queued = self._backlog.popleft()
             if self._write(queued, finished):
                 if inline:
@@ -149,36 +156,60 @@ class Committer:
         if finished:
             self._deliver(finished)
 
+    def _has_room(self, written: int) -> bool:
+        """For one more beside so many that are written and not handed over."""
+        if not self._syncing and not written:
+            return True
+        room = self._syncing + written < self._most_unsynced
+        if room and self._kernel is not None:
+            room = self._kernel.most - self._kernel.in_flight >= _MOST_OF_ONE * (written + 1)
+        return room
+
     # ---- syncs that the kernel does
 
     def _hand_over(self, kernel: KernelSyncs, written: list[Queued], finished: list[Operation]) -> None:
         """Start the syncs of what was written; those that the kernel doesn't take are done here."""
         syncs: list[Sync] = []
+        shared: dict[str, list[Commit]] = {}
         for queued in written:
             commit = queued.commit
             assert commit is not None
             commit.owner = queued
             try:
                 own = commit.to_sync()
-            except OSError as error:
-                commit.error = error
+            except BaseException as error:  # whatever it is, it costs these operations, never this thread
+                commit.error = error if isinstance(error, OSError) else OSError(errno.EIO, repr(error))
                 self._finish(queued, finished)
                 continue
-            commit.unsynced = len(own)
+            paths = queued.rollout.shared_to_sync()
+            for path in paths:
+                shared.setdefault(path, []).append(commit)
+            commit.unsynced = len(own) + len(paths)
             syncs += own
             self._syncing += 1
         written.clear()
+        for path, commits in shared.items():
+            # One sync for all: what they made in this directory was made before it begins.
+            try:
+                fd = self._server.files.open_directory(path)
+            except OSError as error:
+                self._synced(commits, error, finished)
+                continue
+            commits[0].opened.append(fd)
+            syncs.append(Sync(fd, True, commits))
         for sync in syncs[kernel.start(syncs) :]:
             self._synced(sync.ticket, self._server.sync(sync), finished)
 
     def _collect(self, kernel: KernelSyncs, finished: list[Operation]) -> None:
-        for commit, error in kernel.finished():
-            self._synced(commit, error, finished)
+        for commits, error in kernel.finished():
+            self._synced(commits, error, finished)
 
-    def _synced(self, commit: Commit, error: OSError | None, finished: list[Operation]) -> None:
-        if commit.synced(error):
-            self._syncing -= 1
-            self._finish(commit.owner, finished)
+    def _synced(self, commits: Sequence[Commit], error: OSError | None, finished: list[Operation]) -> None:
+        """A sync is done that these waited for."""
+        for commit in commits:
+            if commit.synced(error):
+                self._syncing -= 1
+                self._finish(commit.owner, finished)
 
     # ---- syncs that threads wait for
 
@@ -234,8 +265,7 @@ class Committer:
     def _try_to_write(self, queued: Queued, operations: list[Operation], finished: list[Operation]) -> bool:
         rollout = queued.rollout
         log = rollout.log
-        # With threads that sync, a first put takes one of the workers: it has several directories to wait for.
-        if (log is None and self._kernel is None) or (log is not None and rollout.needs_new_segment(log)):
+        if rollout.needs_new_segment(log) if log is not None else not self._begins_logs:
             self._elsewhere(queued, operations)
             return False
         creates = False

@@ -35,7 +35,6 @@ from .records import (
     DeliveryRecord,
     FinishRecord,
     SettleRecord,
-    encode_contents,
     encode_entry,
 )
 from .rollout import OpenLog
@@ -133,11 +132,11 @@ class Put(RecordOperation):
 
     __slots__ = ("contents", "entries", "require_intent")
 
-    def __init__(self, entries: Sequence[TokenEntry], *, require_intent: bool = False) -> None:
+    def __init__(self, entries: Sequence[TokenEntry], contents: Sequence[bytes], *, require_intent: bool) -> None:
         super().__init__(entries[0].rollout_id)
         self.entries = entries
-        # Encoded now: the caller may change a dict of the entry as soon as it has control again.
-        self.contents = [encode_contents(entry) for entry in entries]
+        self.contents = contents
+        """Encoded by whoever makes this: the caller may change a dict of the entry as soon as it has control again."""
         self.require_intent = require_intent
 
     @property

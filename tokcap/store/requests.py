@@ -12,6 +12,7 @@ from ..ids import check_model_call_id, check_rollout_id
 from ..protocol import Delivered, SettledOutcome
 from .attempts import Attempts
 from .operations import Begin, Deliver, Finish, Put, Settle
+from .records import encode_contents
 
 __all__ = ("Requests",)
 
@@ -31,11 +32,11 @@ class Requests:
 
     def put(self, entries: Sequence[TokenEntry]) -> Put:
         """Entries of one call."""
+        encoded: list[bytes] = []
         for entry in entries:
             if not isinstance(entry, TokenEntry):
                 raise InvalidEntryError(f"put takes TokenEntry objects, not {type(entry).__name__}")
-        operation = Put(entries, require_intent=self._require_intent)
-        for entry, contents in zip(entries, operation.contents, strict=True):
+            contents = encode_contents(entry)
             size = _size(entry) + len(contents)
             if size > self._max_entry_bytes:
                 raise InvalidEntryError(
@@ -43,6 +44,8 @@ class Requests:
                     f"max_entry_bytes is {self._max_entry_bytes}"
                 )
             self.unstorable += count_unstorable(contents)
+            encoded.append(contents)
+        operation = Put(entries, encoded, require_intent=self._require_intent)
         operation.attempts = self._attempts
         return operation
 

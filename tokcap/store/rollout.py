@@ -342,24 +342,25 @@ class Rollout:
             self.files.fsync_directory(log.directory.incarnation_path)
 
     def open_to_sync(self, log: OpenLog, batch: Batch, opened: list[int]) -> list[tuple[int, bool]]:
-        """All that `sync` syncs, to be synced in any order: descriptors, and whether each is a directory.
+        """What `sync` syncs below the rollout's directory, in any order: descriptors, and whether each is a directory.
 
         Those that were opened for it are added to `opened`, to be closed afterwards.
         """
         fds = [(self._segment(log).fd, False)]
         if self._names_synced and batch.offset:
             return fds
-        paths = [log.directory.incarnation_path]
+        opened.append(self.files.open_directory(log.directory.incarnation_path))
+        fds.append((opened[-1], True))
         if not self._names_synced:
             fds.append((self.fence_fd, True))
-            paths += self.parents()
-        for path in paths:
-            opened.append(self.files.open_directory(path))
-            fds.append((opened[-1], True))
         return fds
 
+    def shared_to_sync(self) -> list[str]:
+        """What `sync` syncs above the rollout's directory: others may wait for the same."""
+        return [] if self._names_synced else self.parents()
+
     def names_are_durable(self) -> None:
-        """Everything of the first `open_to_sync` was synced."""
+        """Everything that led to the first record was synced."""
         self._names_synced, self.shard_is_new = True, False
 
     def parents(self) -> list[str]:

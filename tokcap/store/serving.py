@@ -47,8 +47,9 @@ class Commit:
         """Descriptors that are needed until it is synced."""
 
     def to_sync(self) -> list[Sync]:
-        """What makes this commit durable. Raises `OSError` if something can't be opened."""
-        return [Sync(fd, whole, self) for fd, whole in self.rollout.open_to_sync(self.log, self.batch, self.opened)]
+        """What makes this commit durable, beside `shared`. Raises `OSError` if something can't be opened."""
+        opened = self.rollout.open_to_sync(self.log, self.batch, self.opened)
+        return [Sync(fd, whole, (self,)) for fd, whole in opened]
 
     def synced(self, error: OSError | None) -> bool:
         """One of `to_sync` is done; True if it was the last."""

@@ -5,9 +5,10 @@ sequences, and only where ids prove it. A doubt, a gap or a drift is answered by
 a guess.
 
 ```
-snapshot ─► recorded ─► links ─► siblings ─► drift ─► scored     (links to drift once more if a scored call was found)
-          (prefix tree)   ├────► verdicts ─► paths ─► Build ─► Trajectory (arrays when looked at)
-                          └────► gaps ─────────┘        └────► Rebuild (one Responses payload)
+snapshot ─► recorded ─► links ─► siblings ─► drift ─► scored     (links to drift once more if a scored call matters)
+   │      (prefix tree)   ├────► verdicts ─► paths ─► findings ─► Build ─► Trajectory (content, when looked at)
+   │                      └────► gaps ─────────┘                    │└───► Rebuild (one Responses payload)
+   └─────► straight (a conversation that proves to be a plain one) ─┘
 ```
 
 The rules by number, as docstrings and tests cite them: 1-6 linking (parents by ids, order decides nothing, identical

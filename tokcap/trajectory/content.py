@@ -17,12 +17,9 @@ from .paths import Path
 from .recorded import Recorded
 from .verdicts import Category, Judged
 
-__all__ = ("BoolArray", "Content", "Made", "PathContent", "Span", "Told", "joined_versions", "read_only")
+__all__ = ("BoolArray", "Content", "MadeIds", "PathContent", "Span", "Told", "joined_versions", "read_only")
 
 BoolArray = npt.NDArray[np.bool_]
-
-Made = weakref.WeakValueDictionary[int, IdArray]
-"""The ids of the trajectories of a rollout that somebody still has, by their positions: one begins as another does."""
 
 Told = tuple[Any, int, int]
 """The policy versions that were recorded with a call, the length of its prompt, and how many ids it sampled."""
@@ -64,6 +61,24 @@ class Content(Protocol):
     def calls(self) -> tuple[Span, ...]: ...
 
 
+class MadeIds:
+    """The ids of those trajectories of a rollout that somebody still has: another one may begin as they do."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakValueDictionary[int, IdArray] = weakref.WeakValueDictionary()
+
+    def get(self, index: int) -> IdArray | None:
+        """The ids of the trajectory at that position, if they are there."""
+        return self._alive.get(index)
+
+    def remember(self, index: int, ids: IdArray) -> None:
+        """For as long as somebody else has them."""
+        self._alive[index] = ids
+
+    def __reduce__(self) -> tuple[type[MadeIds], tuple[()]]:
+        return MadeIds, ()  # a copy, in this process or another, makes its own
+
+
 class PathContent:
     """The content of one path through the calls of a rollout."""
 
@@ -75,7 +90,7 @@ class PathContent:
         path: Path,
         flags: tuple[str, ...],
         index: int,
-        made: Made,
+        made: MadeIds,
     ) -> None:
         self._recorded, self._links, self._judged, self._path = recorded, links, judged, path
         self._end = recorded.calls[path.end]
@@ -92,7 +107,7 @@ class PathContent:
             ids[: self.shared] = earlier[: self.shared]
             rest = ids[self.shared :]
         self._recorded.tree.ids_to(self._end.end_vertex, rest)
-        self._made[self._index] = read_only(ids)
+        self._made.remember(self._index, read_only(ids))
         return ids
 
     def loss_mask(self) -> BoolArray:

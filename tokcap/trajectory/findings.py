@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -13,7 +12,7 @@ import numpy as np
 
 from ..protocol import Outcome
 from .behaviour import log_prob_mode
-from .content import Made, PathContent
+from .content import MadeIds, PathContent
 from .drift import TokenBytes, find_drifts
 from .gaps import find_gaps
 from .links import NO_CALL, Links, chain_of, link, records_of
@@ -83,7 +82,7 @@ class Findings:
         )
         split = self.gaps | {number for number in after_final if links.parent[number] not in after_final}
         self.paths, self._distinct = find_paths(recorded, links, self.judged, split, scored.number)
-        self._made: Made = weakref.WeakValueDictionary()
+        self._made = MadeIds()
         strict_reasons = self._strict_reasons(incomplete) if asked.strict else []
         if strict_reasons:
             mask_all(self.judged)
@@ -155,8 +154,8 @@ class Findings:
             "trajectories": len(self.paths),
             "trained_trajectories": sum(path.trained > 0 for path in self.paths),
             "drifted_calls": sum(not drift.before_answer for drift in drifts),
-            "drift_lost": sum(drift.lost for drift in drifts if not drift.before_answer),
             "restarted_calls": sum(drift.before_answer for drift in drifts),
+            "drift_lost": sum(drift.lost for drift in drifts if not drift.before_answer),
             "gaps": len(self.gaps),
             "distinct_ids": self._distinct,
             "total_ids": total,

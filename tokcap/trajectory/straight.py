@@ -74,7 +74,7 @@ def straight(snapshot: TokenCaptureSnapshot, asked: Asked) -> Straight | None:
 def _is_chain(entries: Entries) -> bool:
     """Whether each call extends the one before it whole and sampled something."""
     nodes = entries.nodes
-    if not nodes or not nodes[0].prompt or len(entries.chosen) != len(nodes):
+    if not nodes:
         return False
     parent, total, segment = NO_PARENT, 0, nodes[0].segment
     for node in nodes:
@@ -133,6 +133,7 @@ class _Told:
         pieces, load, answers, modes = Pieces(entries), entries.load, self.answers, self.modes
         model: str | None = None
         sampling: msgspec.Raw | None = None
+        extra: msgspec.Raw | None = None
         behaviour, mode = None, ""
         for node in entries.nodes:
             stored = load(node)
@@ -145,9 +146,14 @@ class _Told:
                 model = self.model = told.model
                 if model not in self._asked.selected((model,)):
                     return False
-            if told.model != model or told.finish_reason == "aborted" or _HINT in bytes(told.extra):
+            if told.model != model or told.finish_reason == "aborted":
                 return False
-            if told.sampling != sampling:  # mostly they are those of the call before
+            # Both are mostly those of the call before.
+            if told.extra != extra:
+                extra = told.extra
+                if _HINT in bytes(extra):
+                    return False
+            if told.sampling != sampling:
                 sampling = told.sampling
                 decoded = decode_content(bytes(sampling))
                 behaviour, mode = is_behaviour(decoded), log_prob_mode(decoded) or "unknown"

@@ -55,6 +55,7 @@ def test_settings_come_from_the_file_that_the_environment_names(
         ({"engin": "vllm"}, "engin"),
         ({"max_body_bytes": 0}, "max_body_bytes"),
         ({"max_body_bytes": "many"}, "max_body_bytes"),
+        ({"prompt_memory_bytes": -1}, "prompt_memory_bytes"),
         ({"routes": {"/generate": "generating"}}, "/generate"),
         ({"routes": {"POST /x": "maybe"}}, "routes"),
         ({"dialects": "guess"}, "dialects"),

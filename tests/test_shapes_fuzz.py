@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,6 +172,41 @@ def test_events_do_not_depend_on_how_the_bytes_are_cut(data: bytes, cuts: list[i
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     found = [event for start, end in itertools.pairwise(bounds) for event in pieces.feed(text[start:end])]
     assert [*found, *pieces.end()] == expected
+
+
+def split_slowly(stream: bytes) -> list[tuple[str, bytes]]:
+    """The events of a stream, line by line."""
+    found, data, name = [], [], ""
+    for line in [*re.split(rb"\r\n|\n|\r", stream.removeprefix(b"\xef\xbb\xbf")), b""]:
+        field, _, value = line.partition(b":")
+        if field == b"data":
+            data.append(value.removeprefix(b" "))
+        elif field == b"event":
+            name = value.removeprefix(b" ").decode(errors="replace")
+        if not line:
+            found += [(name, b"\n".join(data))] if data else []
+            data, name = [], ""
+    return found
+
+
+@given(
+    lines=st.lists(
+        st.sampled_from(
+            [b"data: 1", b"data: ", b"data", b"data:2", b"event: e", b": x", b"", b"", b"\xef\xbb\xbfdata: 3"]
+        ),
+        max_size=8,
+    ),
+    ends=st.lists(st.sampled_from([b"\n", b"\r", b"\r\n"]), min_size=8, max_size=8),
+    cuts=st.lists(st.integers(0, 70), max_size=6),
+)
+def test_events_are_split_as_line_by_line(lines: list[bytes], ends: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(itertools.chain(*zip(lines, ends, strict=False)))
+    splitter = EventSplitter()
+    bounds = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    found = [each for start, end in itertools.pairwise(bounds) for each in splitter.feed_raw(stream[start:end])]
+    found += splitter.end_raw()
+    assert [(name, payload) for name, payload, _ in found if payload is not None] == split_slowly(stream)
+    assert b"".join(raw for _, _, raw in found) == stream
 
 
 @settings(max_examples=100, deadline=None)

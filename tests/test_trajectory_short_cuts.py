@@ -140,6 +140,23 @@ def test_ids_of_a_trajectory_begin_as_those_that_are_there() -> None:
     assert held.tolist() == ids[0]
 
 
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_of_earlier_prompts_that_began_at_the_same_time_the_first_by_its_ids_is_the_nearest(limit: int) -> None:
+    given = example(
+        call("b", [1, 3], [5], begun=1.0, ended=2.0),
+        call("a", [1, 2], [5], begun=1.0, ended=2.0),
+        call("on", [1, 4], [6], begun=7.0, ended=8.0),
+    )
+    with few(limit):
+        assert [(found.call[0], found.nearest[0], found.index) for found in build(given).drifts] == [("on", "a", 1)]
+
+
+def test_a_prompt_that_stops_in_a_cut_off_answer_drifts_although_it_begins_with_a_whole_one() -> None:
+    given = example(call("a", [1], [2]), call("cut", [1, 2], [3, 4, 5], outcome="aborted"), call("on", [1, 2, 3], [9]))
+    (found,) = build(given).drifts
+    assert (found.call, found.nearest, found.index, found.kept, found.lost) == (("on", 0), ("cut", 0), 3, 1, 2)
+
+
 @pytest.mark.parametrize("number", [3, prompts.FEW + 3])
 def test_outcomes_do_not_depend_on_how_many_answers_run_through_a_place(number: int) -> None:
     """More answers to one prompt than are few, then a prompt that leaves one of them."""
@@ -151,3 +168,8 @@ def test_outcomes_do_not_depend_on_how_many_answers_run_through_a_place(number: 
             assert outcome(given) == expected
     drifts = build(given).drifts
     assert [(found.call, found.index, found.kept) for found in drifts if not found.before_answer] == [(("on", 0), 3, 2)]
+
+
+def test_an_answer_that_only_the_engine_says_was_cut_off_is_not_trained() -> None:
+    built = build(example(call("a", [1], [2]), call("b", [1, 2], [3, 4], finish_reason="aborted")))
+    assert (built.metrics["trained"], built.metrics["aborted"], built.metrics["aborted_calls"]) == (1, 2, 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..capture import CaptureContext, capture_tokens, captured_call, note_delivery, settle
 from ..capture.request import requested_choices
-from ..capture.shapes import StreamJoiner, parse_answer
+from ..capture.shapes import PromptReader, StreamJoiner, parse_answer
 from ..errors import TokcapError, UnusableAnswerError
 from ..protocol import Delivered, TokenSink
 from .asks import Asked
@@ -50,12 +50,15 @@ class Call:
         asked: Asked,
         policy: PolicyStamp,
         metrics: Metrics,
+        prompts: PromptReader,
         known: Mapping[str, Any],
     ) -> None:
         self.model_call_id = uuid.uuid4().hex
         self.route = route
         self.client = client
         self.asked = asked
+        self.prompts = prompts
+        """What reads long prompt ids of the answer."""
         self.context: CaptureContext | None = None
         """None before the intent is durable."""
         self.engine_state: dict[str, Any] | None = None

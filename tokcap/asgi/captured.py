@@ -173,6 +173,7 @@ class CapturedRequest:
             asked,
             self._serving.policy.stamp(),
             self._serving.metrics,
+            self._serving.prompts.of(self._request.url.rollout_id),
             {
                 "request": effective,
                 "path": self._request.path,

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..capture.shapes import RecentPrompts
 from ..capture.statements import written
 from ..config import TokenIdCaptureConfig, config_from_environment, process_sink, token_id_capture_config
 from ..errors import InvalidIdError, TokcapError
@@ -51,7 +52,8 @@ class CaptureMiddleware:
     def __init__(self, app: Application, config: Any = None, *, sink: TokenSink | None = None, **settings: Any) -> None:
         self.app = app
         of_serving = serving_settings(config, **settings)
-        self._serving = Serving(app, of_serving, PolicyVersions(of_serving), Metrics())
+        prompts = RecentPrompts(of_serving.prompt_memory_bytes)
+        self._serving = Serving(app, of_serving, PolicyVersions(of_serving), Metrics(), prompts)
         self._config = _capture_config(config)
         self._sink_given = None if _is_off(config) else sink
         self._routes = Routes(of_serving.routes)

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import msgspec
 
-from ..capture.shapes import decode_json
+from ..capture.shapes import RecentPrompts, decode_json
 from .engines import Server
 from .interface import Application, Headers, Receive, Scope, Send
 from .known import retry_count
@@ -37,6 +37,7 @@ class Serving(msgspec.Struct):
     settings: ServingSettings
     policy: PolicyVersions
     metrics: Metrics
+    prompts: RecentPrompts
     fingerprints: dict[str, Any] = {}
     """Model -> the `system_fingerprint` in its answers, None if they have none."""
     background: set[asyncio.Task[None]] = set()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..capture.shapes import PROMPT_MEMORY_BYTES
 from ..config import load_config
 from ..config.arguments import resolved
 from ..config.values import nearest
@@ -44,6 +45,9 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
     `Authorization: Bearer` or `x-api-key`, is answered 401 before anything is written."""
     max_body_bytes: int = 256 * 2**20
     """Of a request body, decoded; a larger one is answered 413."""
+    prompt_memory_bytes: int = PROMPT_MEMORY_BYTES
+    """How much is kept of the prompts of recent answers, so that of the next one only what is new is read: a long one
+    takes 10 bytes per id. 0: nothing."""
     call_id_header: bool = True
     """Whether captured answers carry `x-tokcap-call-id`."""
     routes: dict[str, Literal["generating", "other"]] = msgspec.field(default_factory=dict)
@@ -69,6 +73,10 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.max_body_bytes < 1:
             raise ConfigError(f"{SERVING_BLOCK}.max_body_bytes is {self.max_body_bytes}, expected a number from 1")
+        if self.prompt_memory_bytes < 0:
+            raise ConfigError(
+                f"{SERVING_BLOCK}.prompt_memory_bytes is {self.prompt_memory_bytes}, expected a number from 0"
+            )
         version = self.policy_version
         if version is not None and type(version) not in (str, int) and not callable(version):
             raise ConfigError(

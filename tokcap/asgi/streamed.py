@@ -22,7 +22,7 @@ class StreamedAnswer:
         self._outlet = outlet
         self._view = view
         self._splitter = EventSplitter()
-        self._joiner = StreamJoiner(choices=choices, arrays=call.asked.hides_prompt_ids)
+        self._joiner = StreamJoiner(choices=choices, arrays=call.asked.hides_prompt_ids, prompts=call.prompts)
         self._held: list[Piece] = []
         self._recorded = self._broken = False
         self._unreadable = False
@@ -93,6 +93,9 @@ class StreamedAnswer:
             event = self._joiner.feed_data(name, payload)
             if event is not None:
                 piece.event, piece.content = event, self._outlet.observed and has_content(event)
+                piece.document = self._joiner.document
+                # There is no room for anything else in it.
+                piece.plain = len(raw) == len(payload) + 8 and raw.startswith(b"data: ") and raw.endswith(b"\n\n")
                 self._view.learn(event)
         passes_encoded = not self._outlet.coding.identity and not self._view.changes
         if not passes_encoded:

@@ -26,6 +26,10 @@ class Piece(msgspec.Struct, gc=False):
     """Decoded; None for what is none."""
     content: bool = False
     """Whether it says something that was sampled."""
+    document: bytes = b""
+    """Its JSON, without prompt ids that were lifted out of it; with `event`."""
+    plain: bool = False
+    """Whether it is a line of data and a blank line, each ended by LF, as servers usually write an event."""
 
 
 class View:
@@ -53,10 +57,11 @@ class View:
         """The `system_fingerprint` that this answer told, None if it has none, UNSET if it told nothing of it."""
         return self._stripper.told
 
-    def whole(self, body: bytes, payload: Any, status: int) -> tuple[bytes, Any]:
+    def whole(self, body: bytes, payload: Any, status: int, document: bytes) -> tuple[bytes, Any]:
         """The body as the client gets it, without content encoding, and its decoded value.
 
-        payload: decoded, changed in place; None for what is no JSON.
+        payload: decoded, changed in place; None for what is no JSON. document: the JSON that shows whether it holds
+        numbers that JSON has none for: the body, or what of it isn't prompt ids.
         """
         try:
             if payload is None:
@@ -72,7 +77,7 @@ class View:
                     payload = self._translation.answer(payload)
                 elif not self._stripper.changed:
                     return body, payload
-            return encode_json(payload, body), payload
+            return encode_json(payload, document), payload
         except Exception as error:
             self._log(error)
             return body, None
@@ -109,7 +114,7 @@ class View:
             return self._translation.chunk(piece.event if event is None else event)
         if event is None:
             return b""
-        return _event_bytes(piece.raw, event) if self._stripper.changed else piece.raw
+        return _event_bytes(piece, event) if self._stripper.changed else piece.raw
 
     def end(self, *, complete: bool) -> bytes:
         """What ends a stream in the client's dialect; once."""
@@ -133,11 +138,15 @@ class View:
         logger.exception("call %s: passed as the engine answered: %r", self._call_id, error)
 
 
-def _event_bytes(raw: bytes, event: Any) -> bytes:
+def _event_bytes(piece: Piece, event: Any) -> bytes:
     """The bytes of an event with other data; its other lines come first, its line ends stay."""
+    data = encode_json(event, piece.document)
+    if piece.plain:
+        return b"data: %b\n\n" % data
+    raw = piece.raw
     line_end = b"\r\n" if b"\r\n" in raw else b"\n"
     others = b""
     if not raw.startswith(b"data:") or raw.count(b"\n") > 2:
         lines = [line for line in raw.splitlines() if line.strip() and not line.startswith(b"data")]
         others = b"".join(line + line_end for line in lines)
-    return others + b"data: " + encode_json(event, raw) + line_end + line_end
+    return others + b"data: " + data + line_end + line_end

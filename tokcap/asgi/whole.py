@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ..capture.shapes import decode_answer, decode_json
+from ..capture.shapes import decode_json, lift
 from .call import Call
 from .outlet import Outlet
 from .view import View
@@ -35,10 +35,10 @@ class WholeAnswer:
         if more:
             return
         body = b"".join(self._parts)
-        payload, problem = self._decoded(body)
+        payload, document, problem = self._decoded(body)
         recording = self._call.answering(self._outlet.status, self._outlet.headers, payload, problem)
         await asyncio.sleep(0)  # it has taken what it needs of the payload before it waits for the store
-        shown = self._shown(body, payload)
+        shown = self._shown(body, payload, document)
         await asyncio.shield(recording)
         changed = shown is not body
         json = b"application/json" if changed and self._view.translates else b""
@@ -61,27 +61,28 @@ class WholeAnswer:
     async def abandon(self) -> None:
         """The application was cancelled; there is nothing to record of half a body."""
 
-    def _shown(self, body: bytes, payload: Any) -> bytes:
+    def _shown(self, body: bytes, payload: Any, document: bytes) -> bytes:
         coding = self._outlet.coding
         if payload is None and coding.identity is False:
             return body
         plain = body if coding.identity else coding.again().decode(body)
-        shown, self.seen = self._view.whole(plain, payload, self._outlet.status)
+        shown, self.seen = self._view.whole(plain, payload, self._outlet.status, document)
         if shown is plain:
             return body
         return coding.encode(shown, last=True)
 
-    def _decoded(self, body: bytes) -> tuple[Any, str]:
-        """The JSON value of a body, or None and what is wrong with it."""
+    def _decoded(self, body: bytes) -> tuple[Any, bytes, str]:
+        """The JSON value of a body and its JSON without lifted prompt ids, or None, nothing, and what is wrong."""
         coding = self._outlet.coding
         if not body:
-            return None, "the answer is empty"
+            return None, b"", "the answer is empty"
         if not coding.known:
-            return None, f"the answer has the content-encoding {coding.name.decode('latin-1')}"
-        # What is encoded again must be what JSON has.
-        decode = decode_answer if self._call.asked.hides_prompt_ids else decode_json
+            return None, b"", f"the answer has the content-encoding {coding.name.decode('latin-1')}"
         try:
-            payload = decode(coding.decode(body))
+            plain = coding.decode(body)
+            # What is encoded again must be what JSON has.
+            hides = self._call.asked.hides_prompt_ids
+            payload, document = lift(plain, self._call.prompts) if hides else (decode_json(plain), plain)
         except ValueError:
-            return None, "the answer is no JSON"
-        return payload, "the answer is JSON of another kind"
+            return None, b"", "the answer is no JSON"
+        return payload, document, "the answer is JSON of another kind"

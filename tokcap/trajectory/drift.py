@@ -18,7 +18,7 @@ from .links import NO_CALL, Links, first_content, records_of
 from .prompts import FEW, Prompts, prompts_by_model
 from .recorded import Call, Recorded
 from .siblings import Fate
-from .times import Times, began_before, is_before
+from .times import Times, is_before
 from .tree import ROOT
 
 __all__ = ("Drift", "DriftKind", "TokenBytes", "find_drifts")
@@ -205,7 +205,7 @@ class _Leaving:
         A conversation grows, whatever became of its beginning.
         """
         if len(self.calls) <= FEW:
-            return iter(self._candidates_of_few(call, records, below))
+            return iter(self._candidates_of_few(call, below))
         first, last = self._recorded.first[below], self._recorded.last[below]
         possible = (self._prompts < call.prompt) & ((self._ends < first) | (self._ends > last))
         later = np.ones(len(possible), np.bool_)
@@ -213,14 +213,12 @@ class _Leaving:
             later &= self._times.begun_after(record)
         return (self.calls[place] for place in np.flatnonzero(possible & ~later).tolist())
 
-    def _candidates_of_few(self, call: Call, records: list[CallRecord], below: int) -> list[Call]:
-        """The same, one after another."""
+    def _candidates_of_few(self, call: Call, below: int) -> list[Call]:
+        """The same, one after another; later ones too, which who asks leaves out anyway."""
         return [
             other
-            for other, told in zip(self.calls, self._records, strict=True)
-            if other.prompt < call.prompt
-            and not self._recorded.below(other.end_vertex, below)
-            and not all(began_before(record, its) for record in records for its in told)
+            for other in self.calls
+            if other.prompt < call.prompt and not self._recorded.below(other.end_vertex, below)
         ]
 
 

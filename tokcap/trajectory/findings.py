@@ -49,7 +49,8 @@ class _Linked:
         self.links = link(recorded, scored)
         doubtful = doubtful_siblings(recorded, self.links)
         self.fates = settle_siblings(recorded, self.links, doubtful, scored)
-        self.scored_matters = self.links.equals_chosen or bool(doubtful)
+        # Equal samples, one of which a later call continues, are siblings, too.
+        self.scored_matters = bool(doubtful)
         self.drift_of = find_drifts(recorded, self.links, self.fates, _Bytes(recorded, token_bytes))
         drifted = {drift.nearest_number for drift in self.drift_of.values() if not drift.before_answer}
         self.continued = self.links.extended | drifted

@@ -47,8 +47,6 @@ class Links(msgspec.Struct, eq=False):
     largest_difference: float
     """Between log-probs of identical calls, natural log."""
     hints_refuted: int
-    equals_chosen: bool
-    """Whether a call continues one of several equal samples, so that one of them had to be chosen."""
 
 
 def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
@@ -58,7 +56,7 @@ def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
     """
     representative, members = _merge(recorded)
     answered = [number for number in members if recorded.calls[number].sampled]
-    parent, refuted, chosen = _parents(recorded, members, answered, preferred)
+    parent, refuted = _parents(recorded, members, answered, preferred)
     children: dict[int, tuple[int, ...]] = {}
     for above, below in grouped(answered, lambda number: parent[number]).items():
         if above != NO_CALL:
@@ -68,7 +66,7 @@ def link(recorded: Recorded, preferred: int = NO_CALL) -> Links:
         for number, above in parent.items()
         if above != NO_CALL and _may_follow(recorded, members[number], members[above])
     }
-    links = Links(representative, members, parent, children, extended, answered, set(), 0.0, refuted, chosen)
+    links = Links(representative, members, parent, children, extended, answered, set(), 0.0, refuted)
     for number in answered:
         same = sound(recorded, links, number) if len(members[number]) > 1 else []
         if len(same) > 1:
@@ -145,15 +143,15 @@ def _merge(recorded: Recorded) -> tuple[list[int], dict[int, tuple[int, ...]]]:
 
 def _parents(
     recorded: Recorded, members: dict[int, tuple[int, ...]], answered: list[int], preferred: int
-) -> tuple[dict[int, int], int, bool]:
-    """Of each representative its parent; how many hints are refuted; whether one of equal samples was chosen."""
+) -> tuple[dict[int, int], int]:
+    """Of each representative its parent; and how many hints are refuted."""
     calls = recorded.calls
     ends: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number in answered:
         ends[calls[number].model][calls[number].end_vertex].append(number)
     nearest: dict[str, dict[int, int]] = defaultdict(lambda: {0: 0})
     by_id = {call.model_call_id: call.number for call in calls}
-    parent, refuted, chosen = {}, 0, False
+    parent, refuted = {}, 0
     for number in members:
         call = calls[number]
         vertex = _nearest_end(recorded, call.prompt_vertex, ends[call.model], nearest[call.model])
@@ -167,10 +165,9 @@ def _parents(
             refuted += not hinted and hint in by_id
             candidates = hinted or candidates
         if len(candidates) > 1:  # equal samples
-            chosen = True
             candidates = [min(candidates, key=lambda i: (i != preferred, first_content(recorded, members[i])))]
         parent[number] = candidates[0] if candidates else NO_CALL
-    return parent, refuted, chosen
+    return parent, refuted
 
 
 def _nearest_end(recorded: Recorded, vertex: int, ends: dict[int, list[int]], known: dict[int, int]) -> int:

@@ -60,17 +60,22 @@ from __future__ import annotations
 from .answer import ParsedAnswer, ParsedChoice, Shape
 from .events import EventSplitter, decode_json
 from .joiner import StreamJoiner
-from .lifting import decode_answer
+from .lifting import decode_answer, lift
+from .recent import PROMPT_MEMORY_BYTES, PromptReader, RecentPrompts
 from .table import SHAPES, parse_answer
 
 __all__ = (
+    "PROMPT_MEMORY_BYTES",
     "SHAPES",
     "EventSplitter",
     "ParsedAnswer",
     "ParsedChoice",
+    "PromptReader",
+    "RecentPrompts",
     "Shape",
     "StreamJoiner",
     "decode_answer",
     "decode_json",
+    "lift",
     "parse_answer",
 )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 __all__ = ("EventSplitter", "decode_json")
-
-_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 def decode_json(body: bytes | bytearray | memoryview | str) -> Any:
@@ -37,7 +34,8 @@ class EventSplitter:
     """
 
     def __init__(self) -> None:
-        self._line = bytearray()
+        self._line: list[bytes] = []
+        """What came of a line that has not ended."""
         self._block = bytearray()
         self._data: list[bytes] = []
         self._name = ""
@@ -54,38 +52,46 @@ class EventSplitter:
 
         Comments between events, and blank lines that end none, come as they are, with None for data.
         """
-        if self._is_one_event(data):
+        text = bytes(data)
+        if not text:
+            return
+        if self._line:
+            ends = self._line[-1].endswith(b"\r") or b"\n" in text or b"\r" in text
+            self._line.append(text)
+            if not ends:
+                return
+            text = b"".join(self._line)
+            self._line.clear()
+        if self._is_one_event(text):
             self._started = True
-            yield "", bytes(data[6:-2]), bytes(data)
+            yield "", text[6:-2], text
             return
-        if not (self._line.endswith(b"\r") or b"\n" in data or b"\r" in data):
-            self._line += data
-            return
-        text = bytes(self._line) + bytes(data)
         # A CR at the end may be the first half of a CRLF.
         end = len(text) - text.endswith(b"\r")
         start = begun = 0
-        for match in _LINE_END.finditer(text, 0, end):
-            line = text[start : match.start()]
-            start = match.end()
+        for line_end, following in _line_ends(text, end):
+            line = text[start:line_end]
+            start = following
             event = self._take(line)
             if not line or (line.startswith(b":") and self._between_events):
-                raw = bytes(self._block) + text[begun:start]
-                self._block.clear()
+                raw = text[begun:start]
+                if self._block:
+                    raw = bytes(self._block) + raw
+                    self._block.clear()
                 begun = start
                 yield (*event, raw) if event is not None else ("", None, raw)
         self._block += text[begun:start]
-        self._line = bytearray(text[start:])
+        if start < len(text):
+            self._line.append(text[start:])
 
-    def _is_one_event(self, data: bytes | bytearray | memoryview) -> bool:
+    def _is_one_event(self, text: bytes) -> bool:
         """Whether this is one event and nothing else, as servers usually write them: a line of data, a blank line."""
         return (
-            isinstance(data, bytes)
-            and data.startswith(b"data: ")
-            and data.find(b"\n") == len(data) - 2
-            and data.endswith(b"\n\n")
-            and b"\r" not in data
-            and not (self._line or self._block)
+            text.startswith(b"data: ")
+            and text.find(b"\n") == len(text) - 2
+            and text.endswith(b"\n\n")
+            and b"\r" not in text
+            and not self._block
             and self._between_events
         )
 
@@ -97,8 +103,9 @@ class EventSplitter:
 
     def end_raw(self) -> Iterator[tuple[str, bytes | None, bytes]]:
         """The same, with the bytes that are left."""
-        raw = bytes(self._block + self._line)
-        line = bytes(self._line).removesuffix(b"\r")
+        line = b"".join(self._line)
+        raw = bytes(self._block) + line
+        line = line.removesuffix(b"\r")
         self._line.clear()
         self._block.clear()
         event = self._take(line) if line else None
@@ -125,3 +132,21 @@ class EventSplitter:
         data, name = self._data, self._name
         self._data, self._name = [], ""
         return (name, b"\n".join(data)) if data else None
+
+
+def _line_ends(text: bytes, end: int) -> Iterator[tuple[int, int]]:
+    """Where each line before `end` ends, and where the next one begins: by LF, CRLF or CR.
+
+    Either is searched for by itself, because a prompt makes a line of a megabyte: 4 ms for a pattern, 0.02 ms so.
+    """
+    feed, back = text.find(b"\n", 0, end), text.find(b"\r", 0, end)
+    while feed >= 0 or back >= 0:
+        if back < 0 or 0 <= feed < back:
+            yield feed, feed + 1
+            feed = text.find(b"\n", feed + 1, end)
+        else:
+            following = back + 2 if feed == back + 1 else back + 1
+            yield back, following
+            if feed == back + 1:
+                feed = text.find(b"\n", following, end)
+            back = text.find(b"\r", following, end)

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 from ...errors import UnusableAnswerError
 from .deltas import ChunkedAnswer
 from .events import EventSplitter, decode_json
-from .lifting import decode_answer
+from .id_texts import ids_of
+from .lifting import lift
 from .places import as_dict, text
+from .recent import PromptReader
 from .snapshots import MessagesStream, NativeStream, ResponsesStream, TokenStream
 
 __all__ = ("StreamJoiner",)
@@ -36,12 +38,14 @@ class StreamJoiner:
 
     `choices`: how many were asked for; the stream isn't finished before all of them are. Feed it bytes as they come,
     in any pieces, or decoded events; it never raises for what it is fed. After an abort `answer` gives what was seen.
-    `arrays`: whether long prompt ids may come as numpy arrays, in events and in the answer.
+    `arrays`: whether long prompt ids may come as numpy arrays, in events and in the answer; `prompts` reads those.
     """
 
-    def __init__(self, *, choices: int = 1, arrays: bool = False) -> None:
+    def __init__(self, *, choices: int = 1, arrays: bool = False, prompts: PromptReader = ids_of) -> None:
         self.choices = choices
-        self._decode = decode_answer if arrays else decode_json
+        self.document = b""
+        """The JSON of the event that `feed_data` took last, without prompt ids that came as an array."""
+        self._prompts = prompts if arrays else None
         self.error: Any = None
         """The payload of the error event, if there was one; also set for an event that is no JSON."""
         self.done = False
@@ -121,7 +125,7 @@ class StreamJoiner:
             self.done |= bool(data.strip())
             return None
         try:
-            event = self._decode(data)
+            event, self.document = (decode_json(data), data) if self._prompts is None else lift(data, self._prompts)
         except ValueError:
             self._fail({"message": f"an event of the stream is no JSON: {data[:80]!r}"})
             return None

@@ -106,14 +106,26 @@ def test_later_batches_are_written_into_it(directory: Path) -> None:
         assert segment.stat().st_size > size and space_of(segment) > 0
 
 
-@pytest.mark.parametrize("how", ["close", "freeze", "rotation"])
+@pytest.mark.parametrize("length", [50, 30_000], ids=["little", "much"])
+def test_a_freeze_cuts_off_what_is_much(directory: Path, length: int) -> None:
+    with FileStore(directory, sweep_every_s=0) as store:
+        store.put_now(entry("a", length))
+        (segment,) = segments(directory)
+        before = space_of(segment)
+        assert (before >= 64 << 10) == (length > 50)
+        with store.freeze_now("r") as snapshot:
+            assert space_of(segment) == (0 if length > 50 else before)
+            assert snapshot.entries[0] == entry("a", length)
+        with store.freeze_now("r") as snapshot:
+            assert snapshot.entries[0] == entry("a", length) and not snapshot.torn
+
+
+@pytest.mark.parametrize("how", ["close", "rotation"])
 def test_it_is_cut_off_when_a_segment_is_done(directory: Path, how: str) -> None:
     store = FileStore(directory, sweep_every_s=0, segment_bytes=3000)
     for number in range(60 if how == "rotation" else 3):
         store.put_now(entry(f"c{number}"))
-    if how == "freeze":
-        store.freeze_now("r").close()
-    elif how == "close":
+    if how == "close":
         store.close_now()
     done = segments(directory)[:-1] if how == "rotation" else segments(directory)
     assert done and all(space_of(path) == 0 for path in done)

@@ -265,7 +265,11 @@ class Committer:
     def _try_to_write(self, queued: Queued, operations: list[Operation], finished: list[Operation]) -> bool:
         rollout = queued.rollout
         log = rollout.log
-        if rollout.needs_new_segment(log) if log is not None else not self._begins_logs:
+        if (
+            rollout.needs_new_segment(log)
+            if log is not None
+            else not self._begins_logs or self._server.is_there(rollout)
+        ):
             self._elsewhere(queued, operations)
             return False
         creates = False

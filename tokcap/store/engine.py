@@ -44,6 +44,9 @@ _EVICTED_AT_ONCE = 4
 _REMEMBERED = 20_000
 """Rollout ids, about 2 MB."""
 
+_MOST_LOGS = 4096
+"""Rollouts kept in memory, however small: beside those at work there are those that nobody ever ends."""
+
 _COST_OF_A_HANDLE = 1000
 """Bytes that an idle rollout without a log takes, roughly."""
 
@@ -334,7 +337,7 @@ class Engine:
         else:
             self._keep_descriptors(queued)
         for _ in range(_EVICTED_AT_ONCE):
-            if self._cached_bytes <= self.cache_bytes or len(self._queued) <= 1:
+            if (self._cached_bytes <= self.cache_bytes and len(self._queued) <= _MOST_LOGS) or len(self._queued) <= 1:
                 break
             name, oldest = next(iter(self._queued.items()))
             self._queued.move_to_end(name)
@@ -349,7 +352,8 @@ class Engine:
         rollout_id = queued.rollout.rollout_id
         if rollout_id in self._with_descriptors:
             self._with_descriptors.move_to_end(rollout_id)
-            return
+            if not self._has_too_many():
+                return
         self._with_descriptors[rollout_id] = queued
         self._free_descriptors()
         if self._has_too_many():  # the others are all about to be served

@@ -191,6 +191,14 @@ class Server:
             except Exception as error:
                 fail([operation], error, rollout.path)
 
+    def is_there(self, rollout: Rollout) -> bool:
+        """Whether the rollout has a directory, in which there may be something to read."""
+        try:
+            self.files.stat(rollout.path)
+        except OSError:
+            return False
+        return True
+
     def begin_log(self, rollout: Rollout) -> OpenLog | None:
         """The log of a rollout that is absent as yet; None if there is something to be read first."""
         directory = rollout.look()

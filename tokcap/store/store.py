@@ -35,7 +35,8 @@ class FileStore(SinkMethods, SourceMethods):
     lock_timeout_s: how long to wait for another process before `BusyError`.
     segment_bytes: a segment that has grown to this size is sealed and another one started.
     max_entry_bytes: larger entries are refused.
-    cache_bytes: bound on what is kept in memory of open rollouts.
+    cache_bytes: bound on what is kept in memory of open rollouts (256 MB); of what is not kept, the next put reads the
+        log again.
     sync_threads: syncs in flight; chosen by the type of the file system if None.
     sweep_every_s, tombstone_age_s: the store sweeps tombstones of that age by itself; 0 turns it off.
 

@@ -1,6 +1,6 @@
 """Freezes of several rollouts at once: each step is done for all of them, and one sync of the journal serves them all.
 
-Measured, 64 rollouts on a journalled ext4: freezing each in a thread of its own takes three times as long.
+Measured, 64 rollouts on a journalled ext4: 0.6 to 0.8 ms each, and 0.8 to 1.5 in a thread of its own each.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tokcap.protocol import SettledOutcome
 from tokcap.store import FileStore, Snapshot
 from tokcap.store.batch import Batch
 from tokcap.store.files import Files
-from tokcap.store.frame import GROUP_CONTINUES, HEADER_SIZE, TRAILER_SIZE, Kind, Scan, content_end, scan, segment_seed
+from tokcap.store.frame import GROUP_CONTINUES, HEADER_SIZE, TRAILER_SIZE, Kind, content_end, segment_seed
 from tokcap.store.layout import Layout
 from tokcap.store.log import read_header
 from tokcap.store.looking import Looker
@@ -35,6 +35,7 @@ from tokcap.store.records import NO_BASE, BeginRecord, DeliveryRecord, SettleRec
 from tokcap.store.requests import Requests
 from tokcap.store.rollout import Rollout
 from tokcap.store.root import boot_id
+from tokcap.store.scan import Scan, scan
 from tokcap.store.serving import Server
 
 Tree = dict[str, bytes]

@@ -23,12 +23,11 @@ from tokcap.store.frame import (
     TRAILER_SIZE,
     Frame,
     Kind,
-    Scan,
     frame_header,
     padding,
-    scan,
     segment_seed,
 )
+from tokcap.store.scan import Scan, scan
 
 SEED = segment_seed("0123456789abcdef" * 2, "000001")
 OTHER_SEED = segment_seed("0123456789abcdef" * 2, "000002")
@@ -449,9 +448,9 @@ def test_sequence_and_batch_numbers_that_cannot_be_stop_no_scan(sequence: int, b
 
 
 def test_bytes_full_of_magic_cost_one_look_each() -> None:
-    looked = mock.Mock(wraps=frame_module._header_at)
+    looked = mock.Mock(wraps=frame_module.header_at)
     data = b"TKCF" * 20_000
-    with mock.patch.object(frame_module, "_header_at", looked):
+    with mock.patch.object(frame_module, "header_at", looked):
         found = scan(data, SEED, limit=len(data))
     assert found.frames == []
     assert looked.call_count <= len(data) // 8 + 2
@@ -461,8 +460,8 @@ def test_headers_that_can_not_follow_each_cost_one_look() -> None:
     """As a tail of frames of an earlier life in the same place would."""
     segments = [Segment(*([one(b"x")] * count)) for count in (1, 300)]
     data = segments[1].data[: segments[1].frames[200].offset]
-    looked = mock.Mock(wraps=frame_module._header_at)
-    with mock.patch.object(frame_module, "_header_at", looked):
+    looked = mock.Mock(wraps=frame_module.header_at)
+    with mock.patch.object(frame_module, "header_at", looked):
         found = scan(data, SEED, limit=len(data), sequence=1000)
     assert found.frames == []
     assert looked.call_count <= 2 * 200 + 2

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokcap.store import frame
+from tokcap.store import scan as scanning
 from tokcap.store.batch import Batch
-from tokcap.store.frame import ACKNOWLEDGED, SPACE, Kind, scan, segment_seed
+from tokcap.store.frame import ACKNOWLEDGED, SPACE, Kind, segment_seed
+from tokcap.store.scan import scan
 
 SEED = segment_seed("a" * 32, "000001")
 KINDS = (Kind.ENTRY, Kind.BEGIN, Kind.SETTLE, Kind.DELIVERY)
@@ -51,7 +53,7 @@ def scanned(data: bytes, **how: Any) -> Any:
 
 def check(data: bytes, **how: Any) -> None:
     found = scanned(data, **how)
-    with patch.object(frame._Reader, "_take_whole", lambda reader, view: None):
+    with patch.object(scanning._Reader, "_take_whole", lambda reader, view: None):
         assert found == scanned(data, **how)
 
 
@@ -104,5 +106,5 @@ def test_the_short_way_is_taken() -> None:
     batch.add(Kind.BEGIN, [b"begin"])
     batch.add(Kind.SETTLE, [b"settle"])
     data = b"".join(batch.buffers(trailer=False)) + ACKNOWLEDGED
-    with patch.object(frame._Reader, "_take", side_effect=AssertionError):
+    with patch.object(scanning._Reader, "_take", side_effect=AssertionError):
         assert [each.sequence for each in scan(data, SEED, limit=len(data)).frames] == [0, 1]

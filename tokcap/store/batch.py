@@ -6,16 +6,7 @@ from zlib import crc32
 
 import msgspec
 
-from .frame import (
-    FORMAT_VERSION,
-    HEADER_SIZE,
-    LAST_IN_BATCH,
-    TRAILER_SIZE,
-    UNACKNOWLEDGED,
-    Kind,
-    frame_header,
-    padding,
-)
+from .frame import FORMAT_VERSION, HEADER_SIZE, LAST_IN_BATCH, TRAILER_SIZE, UNACKNOWLEDGED, Kind, frame_header, padding
 from .records import SegmentHeader, encode_record
 
 __all__ = ("Batch", "Place")

@@ -18,10 +18,11 @@ from .layout import SEALED, Directory, LinkName, SegmentName, Tombstone, is_note
 from .log import LogReader
 from .manifest import IndexedSegment
 from .notes import Notes
+from .open_log import OpenLog, OpenSegment
 from .operations import Operation, RecordOperation
 from .publication import Publication, publish
 from .records import DeliveryRecord
-from .rollout import OpenLog, OpenSegment, Rollout
+from .rollout import Rollout
 from .snapshot import Snapshot, index_of, just_published, links_of, open_snapshot, read_published
 
 __all__ = ("Freeze", "Reset", "Retire", "Seal", "apply_to_frozen")

@@ -20,12 +20,9 @@ from .frame import (
     TRAILER_SIZE,
     Buffer,
     Frame,
-    Gap,
     Kind,
-    Scan,
     content_end,
     newer_format,
-    scan,
     segment_seed,
 )
 from .layout import SEALED, Directory, LinkName, SegmentName
@@ -42,6 +39,7 @@ from .records import (
     StoredEntry,
     decode_entry,
 )
+from .scan import Gap, Scan, scan
 
 __all__ = ("LogReader", "SegmentRead", "read_header")
 

@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 
 from ..protocol import CallRecord
-from .frame import FORMAT_VERSION, LAST_IN_BATCH, Buffer, Kind, frame_header, newer_format, scan, segment_seed
+from .frame import FORMAT_VERSION, LAST_IN_BATCH, Buffer, Kind, frame_header, newer_format, segment_seed
 from .ledger import Damage, DigestChain, Ledger
 from .prefix import Node
+from .scan import scan
 
 __all__ = ("Index", "IndexedSegment", "decode_manifest", "encode_manifest")
 

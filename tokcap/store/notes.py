@@ -14,9 +14,10 @@ from zlib import crc32
 import msgspec
 
 from .files import Files
-from .frame import LAST_IN_BATCH, Kind, frame_header, scan, segment_seed
+from .frame import LAST_IN_BATCH, Kind, frame_header, segment_seed
 from .ledger import Damage
 from .records import DeliveryRecord, SettleRecord, encode_record
+from .scan import scan
 
 __all__ = ("Note", "Notes")
 

@@ -28,6 +28,7 @@ from .batch import Batch
 from .frame import GROUP_CONTINUES, Kind
 from .ledger import Call
 from .notes import Notes
+from .open_log import OpenLog
 from .prefix import NO_PARENT, Node
 from .records import (
     NO_BASE,
@@ -37,7 +38,6 @@ from .records import (
     SettleRecord,
     encode_entry,
 )
-from .rollout import OpenLog
 
 __all__ = ("Begin", "Deliver", "Finish", "Operation", "Put", "RecordOperation", "Settle", "boot_clock")
 

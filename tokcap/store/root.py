@@ -14,9 +14,10 @@ import msgspec
 
 from ..errors import DurabilityError, UnsafeDirectoryError, UnsafeFilesystemError
 from .files import Files, durability_error
-from .frame import FORMAT_VERSION, LAST_IN_BATCH, Kind, frame_header, newer_format, scan
+from .frame import FORMAT_VERSION, LAST_IN_BATCH, Kind, frame_header, newer_format
 from .layout import Layout
 from .records import RootMarker, encode_record
+from .scan import scan
 
 __all__ = (
     "boot_id",

@@ -15,8 +15,9 @@ from .files import Files, durability_error
 from .layout import Directory, Layout
 from .lifecycle import Lifecycle, apply_to_frozen
 from .notes import Notes
+from .open_log import OpenLog
 from .operations import Operation, RecordOperation
-from .rollout import OpenLog, Rollout
+from .rollout import Rollout
 from .syncs import Sync
 
 __all__ = ("Commit", "Server", "fail")

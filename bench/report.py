@@ -24,7 +24,7 @@ import msgspec
 
 from . import building, plots, puts, puts_growth, reading, stalls, tables, targets
 from .figures import OURS, Figure
-from .growth import Growth, grown
+from .growth import Growth
 from .machine import Machine, look
 from .peer import PEER
 from .places import PLACES, UnavailableError, describe, place
@@ -97,12 +97,10 @@ def _stalls(plan: Plan) -> Iterator[Figure]:
 
 def _growth(plan: Plan) -> Iterator[Growth]:
     first = plan.places[:1]
-    # Tombstones don't grow along turns.
-    few = msgspec.structs.replace(plan.scale, bulk=0.0)
     yield from puts_growth.of_puts(plan.places, plan.rounds, plan.scale)
-    yield from grown(lambda scale: reading.measure(first, plan.rounds, scale), reading.size_of, few)
+    yield from reading.of_turns(first, plan.rounds, plan.scale)
     yield from reading.of_rollouts(first, plan.rounds, plan.scale)
-    yield from grown(lambda scale: building.measure(first, plan.rounds, scale), building.size_of, plan.scale)
+    yield from building.of_turns(first, plan.rounds, plan.scale)
 
 
 PARTS: dict[str, Callable[[Plan], Iterator[Figure | Growth]]] = {

@@ -361,3 +361,17 @@ def test_a_body_that_no_server_takes_has_digests_all_the_same(body: dict[str, An
     digests = request_digests(body)
     assert digests
     assert all(len(digest) == 16 for digest in digests)
+
+
+@given(
+    st.sampled_from(["user", "assistant", "system", "tool", "function", "", "Ünüsüal"]) | st.none() | st.integers(),
+    st.text(st.characters(exclude_categories=[]), max_size=12) | st.sampled_from(["", " ", "\n a \t"]) | st.none(),
+    st.sampled_from([{}, {"name": "x"}, {"refusal": "no"}, {"type": "message"}, {"type": "reasoning"}]),
+)
+def test_a_message_has_its_digest_in_a_request_too(role: Any, content: str | None, more: dict[str, Any]) -> None:
+    message = {"role": role, "content": content, **more}
+    spelled_out = {**message, "content": [{"type": "text", "text": content}]} if content else message
+    for each in (message, spelled_out):
+        digests = request_digests({"messages": [USER, each, USER]})
+        assert digests[1] == digests[-1] == message_digest(USER)
+        assert digests[2:-1] == (() if more.get("type") == "reasoning" else (message_digest(spelled_out),))

@@ -157,17 +157,16 @@ def _is_usage(event: Any) -> bool:
 
 def _is_empty(choices: Any) -> bool:
     """Whether the chunk says nothing but ids and log-probs: `{}`, or with the null that some versions put into it."""
-    return (
-        isinstance(choices, list)
-        and bool(choices)
-        and all(
-            isinstance(choice, dict)
-            and isinstance(choice.get("delta"), dict)
-            and all(key in _REASONING and value is None for key, value in choice["delta"].items())
-            and choice.get("finish_reason") is None
-            for choice in choices
-        )
-    )
+    if not isinstance(choices, list):
+        return False
+    for choice in choices:  # of every chunk
+        delta = choice.get("delta") if isinstance(choice, dict) else None
+        if not isinstance(delta, dict) or choice.get("finish_reason") is not None:
+            return False
+        for key, value in delta.items():
+            if value is not None or key not in _REASONING:
+                return False
+    return bool(choices)
 
 
 def _is_last(choices: Any) -> bool:

@@ -27,6 +27,7 @@ import uvicorn.config
 from ..errors import TokcapError
 from .address import upstream_address
 from .app import ServedApp
+from .collecting import collect_rarely
 from .options import ServeOptions
 
 __all__ = (
@@ -65,6 +66,11 @@ class ProxyServer(uvicorn.Server):
             os.write(2, b"tokcap serve: stopped at once; calls that were open stay open\n")
             os._exit(128 + sig)
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        await super().startup(sockets)
+        collect_rarely()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no new calls, and wait for those that are open."""

@@ -15,6 +15,9 @@ __all__ = ("ChunkedAnswer",)
 _LISTS = ("token_ids", "response_token_ids", "sampling_mask")
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+_JOINED = ("sglext", "nvext", "metadata")
+_NOT_REPLACED = frozenset(("choices", "usage", "prompt_token_ids", *_JOINED))
+"""Members of the root of which a later chunk doesn't simply say something newer."""
 _NO_ENTRY = {"token": "", "logprob": None, "bytes": None}
 
 
@@ -34,24 +37,22 @@ class _Choice:
         self.uncounted = False
         """Whether log-probs came without ids and without such a count, so that nothing tells whose they are."""
 
-    @property
-    def finished(self) -> bool:
-        return self.values.get("finish_reason") is not None
-
     def add(self, part: dict[str, Any], sampled: int | None = None) -> None:
         """One chunk. sampled: how many tokens there are up to its end, if it tells."""
         for key, value in part.items():
             if key == "delta":
                 self.has_message = True
                 self._add_delta(as_dict(value))
+            elif value is None:
+                continue
             elif key == "text":
-                self.has_text = self.has_text or value is not None
+                self.has_text = True
                 self._add_text(key, value)
             elif key == "prompt_token_ids":
                 self.set_prompt(value)
             elif key in _LISTS and isinstance(value, list):
                 self.values.setdefault(key, []).extend(value)
-            elif key not in ("logprobs", "index") and value is not None:
+            elif key not in ("logprobs", "index"):
                 self.values[key] = value
         ids = part.get("token_ids", part.get("response_token_ids"))
         if not isinstance(ids, list):
@@ -162,16 +163,24 @@ class ChunkedAnswer:
         for position, part in enumerate(map(as_dict, parts)):
             index = part.get("index")
             index = index if type(index) is int else position
-            self._choices.setdefault(index, _Choice(index)).add(part, sampled)
+            choice = self._choices.get(index)
+            if choice is None:
+                choice = self._choices[index] = _Choice(index)
+            choice.add(part, sampled)
         for key, value in chunk.items():
-            if key == "choices" or value is None or (key == "usage" and self._is_interim(parts)):
+            if value is None:
+                continue
+            if key not in _NOT_REPLACED:
+                self._root[key] = value
+                continue
+            if key == "choices" or (key == "usage" and self._is_interim(parts)):
                 continue
             known = self._root.get(key)
             if key == "prompt_token_ids" and known is not None:
                 # The chunk that opens a choice repeats the prompt.
                 if _differ(known, value):
                     raise UnusableAnswerError("the stream gives two different prompts at the root")
-            elif isinstance(known, dict) and isinstance(value, dict) and key in ("sglext", "nvext", "metadata"):
+            elif isinstance(known, dict) and isinstance(value, dict) and key in _JOINED:
                 self._root[key] = {**known, **value}
             else:
                 self._root[key] = value
@@ -182,7 +191,8 @@ class ChunkedAnswer:
 
     def finished(self, choices: int) -> bool:
         """Whether each of `choices` choices has a finish reason."""
-        return len(self._choices) >= choices and all(choice.finished for choice in self._choices.values())
+        reasons = [choice.values.get("finish_reason") for choice in self._choices.values()]
+        return len(reasons) >= choices and None not in reasons
 
     def answer(self) -> dict[str, Any]:
         """As it would have been without streaming."""

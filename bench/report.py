@@ -223,9 +223,13 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.rounds < 1:
             parser.error("--rounds is a number from 1")
         plan = msgspec.structs.replace(plan, rounds=options.rounds)
-    # It says of every store on tmpfs that it is one.
-    logging.getLogger("tokcap").setLevel(logging.ERROR)
-    report = measured(plan)
+    logger = logging.getLogger("tokcap")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it says of every store on tmpfs that it is one
+    try:
+        report = measured(plan)
+    finally:
+        logger.setLevel(level)
     paths = written(report, options.out)
     print("\n".join(shown(report)))
     print(f"All of it: {paths[0]}, {paths[1].name} and {len(paths) - 2} pictures beside it")

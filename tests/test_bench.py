@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,7 +280,10 @@ def test_what_was_measured_before_a_part_failed_is_kept(tmp_path: Path, monkeypa
         raise RuntimeError("the disk is full")
 
     monkeypatch.setitem(report.PARTS, "stalls", broken)
+    logger = logging.getLogger("tokcap")
+    before = logger.level
     assert report.main(["--smoke", "--only", "stalls", "--out", str(tmp_path / "out")]) == 1
+    assert logger.level == before
     text = (tmp_path / "out" / "report.md").read_text()
     assert "- stalls: not measured: failed: RuntimeError: the disk is full" in text
     assert "### puts (1/s, more is better)" in text

@@ -54,13 +54,13 @@ class Committer:
     ) -> None:
         self._server = server
         self._sync_threads = sync_threads
-        self._most_unsynced = most_unsynced
+        self._most_unsynced = max(sync_threads, most_unsynced)
         """Rollouts between write and acknowledgement; each of them needs its descriptors."""
         self._pending, self._elsewhere, self._leave, self._deliver = pending, elsewhere, leave, deliver
         self._inbox: Inbox[Queued | None] = Inbox()
         self._kernel: KernelSyncs | None = None
         if kernel_syncs:
-            self._use_kernel(kernel_syncs)
+            self._use_kernel(kernel_syncs, most_unsynced)
         self._begins_logs = free_syncs or self._kernel is not None
         """With threads that sync, a first put takes one of the workers: it has several directories to wait for."""
         self._to_sync: SimpleQueue[Queued | None] = SimpleQueue()
@@ -70,7 +70,7 @@ class Committer:
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
 
-    def _use_kernel(self, most: int) -> None:
+    def _use_kernel(self, most: int, most_unsynced: int) -> None:
         try:
             inbox: BellInbox[Queued | None] = BellInbox()
         except OSError:
@@ -80,7 +80,8 @@ class Committer:
             inbox.close()
         else:
             self._inbox = inbox
-            self._most_unsynced = min(self._most_unsynced, self._kernel.most)
+            # Not more because of threads: a first put has five descriptors open.
+            self._most_unsynced = min(most_unsynced, self._kernel.most)
 
     def take(self, queued: Queued) -> None:
         """A rollout with operations. Raises `OSError` if there is no thread to take it."""

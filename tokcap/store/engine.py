@@ -90,7 +90,7 @@ class Engine:
             sync_threads,
             kernel_syncs=kernel_syncs,
             free_syncs=free_syncs,
-            most_unsynced=max(sync_threads, descriptors // 8),
+            most_unsynced=max(1, descriptors // 8),
             pending=self._take_pending,
             elsewhere=self._work_on,
             leave=self._leave,

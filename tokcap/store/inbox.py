@@ -62,7 +62,7 @@ class BellInbox(Inbox[_T]):
         # Asleep first, then the look: who puts looks the other way round, so that one of the two sees the other.
         self._asleep = True
         if not self._waiting:
-            os.eventfd_read(self.bell)
+            os.read(self.bell, 8)  # `os.eventfd_read` would not go on after a signal that has a handler
         self._asleep = False
         items = []
         while self._waiting:

@@ -111,11 +111,24 @@ class Looker:
             raise RetiredError(f"rollout {rollout_id} was consumed and retired; reset it to use its id again")
         if directory.state == "frozen":
             return self._steady(directory, open_snapshot(self._files, directory, rollout_id, self._boot_id))
-        reader = LogReader(self._files, rollout_id, directory.incarnation, self._boot_id)
-        reader.keep_buffers = True
-        reader.read_open(directory)
-        snapshot = Snapshot(index_of(reader, 0, []), reader.buffers, reader.paths)
-        return self._steady(directory, snapshot) if snapshot.damage else snapshot
+        return self._read_open(rollout_id, directory)
+
+    def _read_open(self, rollout_id: str, directory: Directory) -> Snapshot:
+        """An open rollout as it is now; damage is what two looks agree on.
+
+        A read is not atomic: of two batches that are written into space meanwhile it may show the second alone.
+        """
+        known: tuple[Damage, ...] = ()
+        while True:
+            reader = LogReader(self._files, rollout_id, directory.incarnation, self._boot_id)
+            reader.keep_buffers = True
+            reader.read_open(directory)
+            snapshot = Snapshot(index_of(reader, 0, []), reader.buffers, reader.paths)
+            if not snapshot.damage:
+                return snapshot
+            if snapshot.damage == known:
+                return self._steady(directory, snapshot)
+            known = snapshot.damage
 
     def _steady(self, directory: Directory, snapshot: Snapshot) -> Snapshot:
         """Raise `FileNotFoundError` if names changed meanwhile: then a file that seemed missing was only renamed."""

@@ -93,9 +93,10 @@ class Publication:
     def rename(self) -> None:
         """Give it its name; all before was synced."""
         self.close()
+        # Opened first: without a descriptor for it, nothing has appeared yet.
+        self._keep(self.files.open_directory(self._parent), is_directory=True)
         self.files.rename(self._temporary, self.target)
         self._renamed = True
-        self._keep(self.files.open_directory(self._parent), is_directory=True)
 
     def close(self) -> None:
         """Let go of the descriptors."""

@@ -52,8 +52,8 @@ class Rollout:
 
     def look(self) -> Directory:
         """The state that the names show; what a crash left half-done is removed on the way."""
-        if self.fence_fd >= 0 and self.files.fstat(self.fence_fd).st_nlink == 2:
-            return Directory(self.path)  # no directory in it, where the file system counts those: nothing at all
+        if self.fence_fd >= 0 and self.files.fstat(self.fence_fd).st_nlink == 2 and self._are_directories_counted():
+            return Directory(self.path)  # no directory in it: nothing at all
         directory = look(self.files, self.path)
         if directory.leftovers:
             try:
@@ -69,6 +69,11 @@ class Rollout:
             except OSError:
                 continue  # it changes no state; the sweep tries again
         return directory
+
+    def _are_directories_counted(self) -> bool:
+        """Whether the links of a directory tell how many are in it: some file systems say 2 of each. This one's parent
+        has one at least."""
+        return self.files.stat(os.path.dirname(self.path)).st_nlink > 2
 
     def is_current(self) -> bool:
         """Whether the log is still as this object knows it: every change leaves a trace in the segment.

@@ -122,8 +122,10 @@ class Server:
             try:
                 self.files.mkdir(rollout.path)
             except FileNotFoundError:
+                shard = self.layout.shard(rollout.rollout_id)
+                self._known_shards.discard(shard)  # it may have been durable once, and was removed
                 with contextlib.suppress(FileExistsError):
-                    self.files.mkdir(self.layout.shard(rollout.rollout_id))
+                    self.files.mkdir(shard)
 
     # ---- operations, the fence held
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import stat
@@ -152,7 +153,8 @@ def _remove_tombstones(engine: Engine, old: list[Directory], limit: float) -> in
         rest = _remove_empty(engine.files, old)
     else:  # a signal handler may raise at any point of this thread: it holds no fence
         left: list[list[Directory]] = []
-        start_thread(lambda: left.append(_remove_empty(engine.files, old)), "tokcap-sweep").join()
+        with contextlib.suppress(OSError):  # no more threads: the engine has to do
+            start_thread(lambda: left.append(_remove_empty(engine.files, old)), "tokcap-sweep").join()
         rest = left[0] if left else old
     removed = len(old) - len(rest)
     for directory in rest:

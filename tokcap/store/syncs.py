@@ -92,7 +92,18 @@ class KernelSyncs:
         context = ctypes.c_ulong(0)
         if _call(ctypes.c_long(numbers[0]), ctypes.c_uint(most), ctypes.byref(context)) < 0:
             return None
-        return cls(context.value, most, eventfd, numbers)
+        syncs = cls(context.value, most, eventfd, numbers)
+        if not syncs._is_allowed():
+            syncs.close()
+            return None
+        return syncs
+
+    def _is_allowed(self) -> bool:
+        """Whether a sandbox lets both calls through: what is started and can't be collected is waited for for ever."""
+        nothing = ctypes.c_long(0)
+        started = _call(self._submit, self._context, nothing, self._pointers)
+        collected = _call(self._getevents, self._context, nothing, nothing, self._events, None)
+        return bool(started == 0 and collected == 0)
 
     @property
     def in_flight(self) -> int:

@@ -173,7 +173,7 @@ class _Syncs:
             if kernel is not None:
                 del waiting[: kernel.start(waiting)]
                 if kernel.in_flight:
-                    os.eventfd_read(self._bell)
+                    os.read(self._bell, 8)  # `os.eventfd_read` would not go on after a signal that has a handler
                     for owner, error in kernel.finished():
                         done(owner, error)
                     continue

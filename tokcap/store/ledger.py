@@ -89,7 +89,7 @@ class Damage(msgspec.Struct, frozen=True):
         return f"{self.path}: bytes {self.offset}..{self.end}: {self.reason}"
 
 
-class Call(msgspec.Struct):
+class Call(msgspec.Struct, gc=False):
     """Every statement that the log makes about one call."""
 
     model_call_id: str

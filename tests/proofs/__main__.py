@@ -14,7 +14,7 @@ from .part import Part
 PARTS: dict[str, tuple[str, str]] = {
     "crash-states": (
         "crash_states",
-        "every state that a crash can leave: acknowledged records are there, others whole",
+        "every state a crash can leave: acknowledged records are there, the rest whole",
     ),
     "faults": ("faults", "every file-system call of every operation fails in turn; then a disk that is full"),
     "kills": ("kills", "writers, consumers and a sweeper are killed at any moment; every put counts exactly once"),

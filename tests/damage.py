@@ -750,9 +750,9 @@ class Case(msgspec.Struct, frozen=True):
 class Bench:
     """A store directory in memory, restored for each case, and the objects that work on it."""
 
-    def __init__(self, rest: Tree, *, later_boot: bool = False) -> None:
-        memory = Path("/dev/shm")
-        self.root = Path(tempfile.mkdtemp(prefix="tokcap-", dir=memory if os.access(memory, os.W_OK) else None))
+    def __init__(self, rest: Tree, *, later_boot: bool = False, directory: str | None = None) -> None:
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.root = Path(tempfile.mkdtemp(prefix="tokcap-", dir=directory or memory))
         write_tree(self.root, rest)
         self._boot = LATER_BOOT if later_boot else boot_id()
         self.one, self.other = self.store(), self.store()

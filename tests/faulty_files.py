@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,18 +11,22 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from mmap import mmap
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest.mock import patch
 
 from tokcap import FileStore
 from tokcap.store import base as store_module
+from tokcap.store import fence
 from tokcap.store.files import Files, Modes
 from tokcap.store.syncs import KernelSyncs, Sync
 
 CHANGING = ("mkdir", "create", "pwritev", "write_space", "truncate", "acknowledge", "link", "rename", "unlink", "rmdir")
 SYNCING = ("fdatasync", "fsync")
 LOOKING = ("open", "open_directory", "close", "stat", "fstat", "listdir", "read", "map", "try_lock", "unlock")
-KINDS = CHANGING + SYNCING + LOOKING
+SIGNALLING = ("fcntl",)
+"""Record locks on the fence; only heard inside `hearing_signals`."""
+KINDS = CHANGING + SYNCING + LOOKING + SIGNALLING
 
 Reach = Literal["once", "kind", "everything"]
 
@@ -31,16 +36,19 @@ class Fault:
     """The `number`-th call (from 1) of one of `kinds` fails, or is short if `error` is 0.
 
     `once`: only that call. `kind`: that call and all later ones of its kind. `everything`: it and all later calls.
+    With `rollout` only calls in the directory of that rollout count, and fail.
     """
 
     number: int
     error: int
     reach: Reach = "once"
     kinds: Sequence[str] = KINDS
+    rollout: str = ""
 
     def __str__(self) -> str:
         what = errno.errorcode.get(self.error, "a short write")
-        return f"{what} at call {self.number} ({self.reach})"
+        where = f" of rollout {self.rollout}" if self.rollout else ""
+        return f"{what} at call {self.number}{where} ({self.reach})"
 
 
 @dataclass
@@ -52,6 +60,10 @@ class Call:
     target: str = ""
     inode: int = 0
     error: int = 0
+
+    def is_in(self, rollout: str) -> bool:
+        """Whether it is about the directory of a rollout, or something in it."""
+        return any(f"/{rollout}/" in f"{path}/" for path in (self.path, self.target))
 
     def __str__(self) -> str:
         return f"{self.kind} {self.path}{' -> ' + self.target if self.target else ''}" + (
@@ -68,6 +80,8 @@ class _Plan:
 
     def strikes(self, call: Call) -> bool:
         fault = self.fault
+        if fault.rollout and not call.is_in(fault.rollout):
+            return False
         if self.hit is None:
             if call.kind not in fault.kinds:
                 return False
@@ -113,6 +127,17 @@ class FaultyFiles(Files):
             yield plan
         finally:
             self._plan = None
+
+    @contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        """Inside, the record locks that are asked for and shown on fences are calls, too."""
+
+        def request(fd: int, command: int, argument: bytes) -> bytes:
+            self._on("fcntl", fd)
+            return fcntl.fcntl(fd, command, argument)
+
+        with patch.object(fence, "fcntl", SimpleNamespace(**{**vars(fcntl), "fcntl": request})):
+            yield
 
     def _enter(self, call: Call) -> bool:
         """Note a call; raises if it shall fail, True if it shall be short."""

@@ -40,7 +40,7 @@ from tokcap.config import (
 )
 from tokcap.config import process as process_module
 from tokcap.config.arguments import without_values
-from tokcap.errors import ConfigError, StaleAttemptError, TokcapError
+from tokcap.errors import ConfigError, NoSpaceError, StaleAttemptError, TokcapError
 from tokcap.installed import install_token_sink, install_token_source
 
 SECRET = "tr0ub4dor-and-3"
@@ -52,7 +52,7 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing installed, nothing built, nothing in the environment."""
     for name in "TOKCAP_CONFIG", "TOKCAP_DIR", "TOKCAP_TEST_TOKEN":
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(process_module, "_processes", {})
+    monkeypatch.setattr(process_module, "_process", process_module._Process())
     sink, source = install_token_sink(None), install_token_source(None)
     Sink.made = []
     yield
@@ -186,6 +186,9 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "rebuild_response": True,
         "max_mask_fraction": None,
         "mask_fraction_min_samples": 50,
+        "min_free_bytes": None,
+        "min_free_inodes": None,
+        "max_pending_bytes": 1 << 30,
     }
 
 
@@ -204,6 +207,9 @@ def test_every_setting_is_read() -> None:
         "rebuild_response": False,
         "max_mask_fraction": 0.25,
         "mask_fraction_min_samples": 7,
+        "min_free_bytes": 1 << 30,
+        "min_free_inodes": 0,
+        "max_pending_bytes": 1,
     }
     config = token_id_capture_config(
         {TOKEN_ID_CAPTURE_BLOCK: values, "model_call_capture_dir": "/x/calls", "observability_enabled": True}
@@ -288,6 +294,9 @@ TYPES: list[tuple[str, list[Any], str]] = [
         "a number from 0 to 1",
     ),
     ("mask_fraction_min_samples", [0, -1, True, 50.0, "50", None, float("inf"), -(10**5000)], "a whole number from 1"),
+    ("min_free_bytes", [-1, True, 1e9, "1 GB", float("nan"), [], -(10**5000)], "a whole number from 0, or null"),
+    ("min_free_inodes", [-1, False, 0.0, "0", {}], "a whole number from 0, or null"),
+    ("max_pending_bytes", [0, -1, True, 1e9, "1 GB", None], "a whole number from 1"),
 ]
 
 
@@ -1375,6 +1384,15 @@ def test_the_file_store_of_a_process_refuses_a_put_without_an_intent(store_dir: 
         sink.put_now(entry)
     sink.begin_call_now("r", "a")
     sink.put_now(entry)
+
+
+def test_the_file_store_of_a_process_has_the_bounds_of_the_block(store_dir: Path) -> None:
+    sink: Any = process_sink(read(dir=str(store_dir), min_free_bytes=1 << 62, max_pending_bytes=1000))
+    with pytest.raises(NoSpaceError, match="min_free_bytes"):
+        sink.begin_call_now("r", "a")
+    again = pickle.loads(pickle.dumps(sink))
+    assert again._settings["max_pending_bytes"] == 1000
+    again.close_now()
 
 
 def test_a_process_that_records_nothing_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

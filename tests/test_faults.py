@@ -6,48 +6,43 @@ import asyncio
 import contextlib
 import errno
 import gc
-import multiprocessing
 import os
+import random
+import re
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.faulty_files import (
-    SYNCING,
-    Call,
-    Fault,
-    FaultyFiles,
-    View,
-    booted_as,
-    changed_directories,
-    serve_views,
-    view,
+from tests.faulty_files import Call, Fault, FaultyFiles, booted_as, view
+from tests.proofs.faults_around import AROUND
+from tests.proofs.faults_disturbed import (
+    ANOTHER_BOOT,
+    ERRORS,
+    SHORT,
+    WAYS,
+    Expected,
+    OtherProcess,
+    Run,
+    Way,
+    check_poison,
+    descriptors,
+    disturb,
+    faults,
+    open_store,
+    unrepeated_syncs,
 )
-from tokcap import FileStore, TokenEntry
-from tokcap.errors import ConflictError, DurabilityError, FrozenError, TokcapError
-
-ROLLOUTS = ("r", "s", "other")
-ANOTHER_BOOT = "00000000-0000-4000-8000-000000000000"
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT, errno.EROFS, errno.EXDEV, errno.EINTR)
-SHORT = 0
-
-
-def entry(rollout: str, call: str, *, choice: int = 0, tokens: int = 6, first: int = 7) -> TokenEntry:
-    return TokenEntry(
-        rollout,
-        call,
-        np.arange(tokens, dtype=np.int32),
-        np.array([first, 8, 9], np.int32),
-        np.array([-0.5, -0.25, np.nan]),
-        choice_index=choice,
-        output_items=[{"type": "message", "text": f"{rollout} {call} {choice}"}],
-    )
+from tests.proofs.faults_looks import LOOKS, STATES, disturb_look, disturb_opening
+from tests.proofs.faults_operations import OPERATIONS, Operation, entry
+from tokcap.errors import DurabilityError
+from tokcap.store import base as base_module
+from tokcap.store import root as root_module
+from tokcap.store import serving as serving_module
+from tokcap.store.publication import Publication
+from tokcap.store.rollout import Rollout
 
 
 @pytest.fixture
@@ -59,25 +54,6 @@ def directory() -> Iterator[str]:
     shutil.rmtree(path)
 
 
-class OtherProcess:
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve_views, args=(theirs,), daemon=True)
-        self._process.start()
-
-    def views(self, directory: str, boot_id: str = "") -> dict[str, View]:
-        self._connection.send((directory, ROLLOUTS, boot_id))
-        answer = self._connection.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return {rollout: normal(seen) for rollout, seen in answer.items()}
-
-    def end(self) -> None:
-        self._connection.send(None)
-        self._process.join()
-
-
 @pytest.fixture(scope="module")
 def other_process() -> Iterator[OtherProcess]:
     process = OtherProcess()
@@ -85,281 +61,35 @@ def other_process() -> Iterator[OtherProcess]:
     process.end()
 
 
-def normal(seen: View) -> View:
-    """An open rollout of which nothing is said yet counts as absent."""
-    return replace(seen, state="absent") if seen == View("open") else seen
-
-
-def views(store: FileStore) -> dict[str, View]:
-    return {rollout: normal(view(store, rollout)) for rollout in ROLLOUTS}
-
-
-def open_store(directory: str, files: FaultyFiles | None = None, **options: Any) -> FileStore:
-    return FileStore(directory, files=files, sweep_every_s=0, **options)
-
-
-def leftovers(directory: str) -> list[str]:
-    """What only a crash or a failure leaves."""
-    return [
-        os.path.join(folder, name)
-        for folder, folders, names in os.walk(directory)
-        for name in folders + names
-        if name.startswith(("tmp-", "probe-", "FORMAT-")) or name.endswith(".trash")
-    ]
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-# ---- the operations
-
-
-@dataclass(frozen=True)
-class Scenario:
-    name: str
-    prepare: Callable[[FileStore], object]
-    act: Callable[[FileStore], object]
-    names_rollout: bool = True
-    """Its errors name the rollout."""
-    writes_records: bool = False
-    """What it adds is in the log of an open rollout: a failed sync leaves nothing of it."""
-
-
-def _put(*entries: TokenEntry) -> Callable[[FileStore], None]:
-    def put(store: FileStore) -> None:
-        for one in entries:
-            store.put_now(one)
-
-    return put
-
-
-def _then(*steps: Callable[[FileStore], object]) -> Callable[[FileStore], None]:
-    def run(store: FileStore) -> None:
-        for step in steps:
-            step(store)
-
-    return run
-
-
-def _freeze(store: FileStore) -> None:
-    store.freeze_now("r").close()
-
-
-def _retire(store: FileStore) -> None:
-    stat = store.stat_now("r")
-    assert store.retire_now("r", snapshot_id=stat.snapshot_id, version=stat.version)
-
-
-def _conflict(store: FileStore) -> None:
-    with contextlib.suppress(ConflictError):
-        store.put_now(entry("r", "a", first=1))
-
-
-def _late_conflict(store: FileStore) -> None:
-    with contextlib.suppress(FrozenError):
-        store.put_now(entry("r", "a", first=1))
-
-
-BEGUN = _put(entry("other", "o"), entry("r", "a"), entry("r", "b", tokens=9))
-FROZEN = _then(BEGUN, lambda store: store.begin_call_now("r", "c"), _freeze)
-RETIRED = _then(BEGUN, _freeze, _retire)
-LARGE = _then(BEGUN, _put(entry("r", "large", tokens=60_000)))
-
-SCENARIOS = [
-    Scenario("first put", _put(entry("other", "o")), _put(entry("r", "a")), writes_records=True),
-    Scenario("later put", BEGUN, _put(entry("r", "c")), writes_records=True),
-    Scenario("asynchronous put", BEGUN, lambda store: asyncio.run(store.put(entry("r", "c"))), writes_records=True),
-    Scenario(
-        "put_many",
-        BEGUN,
-        lambda store: store.put_many_now(
-            [entry("r", "c"), entry("r", "c", choice=1), entry("s", "d"), entry("r", "e"), entry("s", "f")]
-        ),
-        names_rollout=False,
-        writes_records=True,
-    ),
-    Scenario("begin", BEGUN, lambda store: store.begin_call_now("r", "c"), writes_records=True),
-    Scenario("settle", BEGUN, lambda store: store.settle_call_now("r", "c", "aborted", "why"), writes_records=True),
-    Scenario("finish", BEGUN, lambda store: store.finish_now("r", {"reward": 1.0}), writes_records=True),
-    Scenario("delivery", BEGUN, lambda store: store.note_delivery_now("r", "a", "full"), writes_records=True),
-    Scenario("conflict", BEGUN, _conflict, writes_records=True),
-    Scenario(
-        "rotation",
-        _then(BEGUN, *[_put(entry("r", f"more{i}", tokens=900)) for i in range(2)]),
-        _put(entry("r", "c")),
-        writes_records=True,
-    ),
-    Scenario("freeze", BEGUN, _freeze),
-    Scenario("freeze of a large rollout", LARGE, _freeze),
-    Scenario("freeze of nothing", _put(entry("other", "o")), _freeze),
-    Scenario("freeze again", FROZEN, _freeze),
-    Scenario("late mark", FROZEN, lambda store: store.mark_incomplete_now("r", "c")),
-    Scenario("late conflict", FROZEN, _late_conflict),
-    Scenario("late delivery", FROZEN, lambda store: store.note_delivery_now("r", "a", "partly")),
-    Scenario("retire", _then(BEGUN, _freeze), _retire),
-    Scenario("retire again", RETIRED, _retire),
-    Scenario("mark of a retired rollout", RETIRED, lambda store: store.mark_incomplete_now("r", "c")),
-    Scenario("reset of an open rollout", BEGUN, lambda store: store.reset_now("r")),
-    Scenario("reset of a frozen rollout", FROZEN, lambda store: store.reset_now("r")),
-    Scenario("reset of a retired rollout", RETIRED, lambda store: store.reset_now("r")),
-    Scenario("sweep", RETIRED, lambda store: store.sweep_now(0), names_rollout=False),
-    Scenario("close", BEGUN, lambda store: store.close_now(), names_rollout=False),
-]
-
-
-def by_name(scenario: Scenario) -> str:
-    return scenario.name
-
-
-class Expected:
-    """What is seen before and after an operation that nothing disturbs, and how many calls it makes."""
-
-    def __init__(self, scenario: Scenario, directory: str) -> None:
-        files = FaultyFiles()
-        with open_store(directory, files, segment_bytes=4000) as store:
-            scenario.prepare(store)
-            self.before = views(store)
-            files.trace.clear()
-            scenario.act(store)
-            self.trace = list(files.trace)
-        with open_store(directory) as store:
-            self.after = views(store)
-
-
-def faults(calls: int, everything: bool) -> Iterator[Fault]:
-    """For each call: it fails once, from then on, and everything fails from then on."""
-    for number in range(1, calls + 1):
-        for position, error in enumerate(ERRORS):
-            if everything or position == number % len(ERRORS):
-                yield Fault(number, error)
-        for error in ERRORS if everything else (errno.ENOSPC, errno.EIO)[number % 2 : number % 2 + 1]:
-            yield Fault(number, error, "kind")
-        yield Fault(number, errno.EIO, "everything")
-
-
-def check_poison(trace: list[Call]) -> None:
-    """After a failed sync nothing is written to that file any more, nor is it synced again."""
-    failed: dict[int, str] = {}
-    for call in trace:
-        if call.kind in ("fdatasync", "pwritev", "acknowledge"):
-            assert call.inode not in failed, f"{call} after the sync of it failed"
-        if call.kind == "fdatasync" and call.error:
-            failed[call.inode] = call.path
-        if call.kind == "unlink":
-            failed = {inode: path for inode, path in failed.items() if path != call.path}
-
-
-class Run:
-    """One operation, disturbed by one fault, and everything that must hold then."""
-
-    def __init__(
-        self, scenario: Scenario, fault: Fault, expected: Expected, directory: str, other_process: OtherProcess
-    ) -> None:
-        self.scenario, self.fault, self.expected = scenario, fault, expected
-        self.directory, self.other_process = directory, other_process
-        self.files = FaultyFiles()
-        self.hits: list[Call] = []
-        self.failure: BaseException | None = None
-
-    def go(self) -> None:
-        store = open_store(self.directory, self.files, segment_bytes=4000)
-        self.scenario.prepare(store)
-        self.files.trace.clear()
-        with self.files.failing(self.fault) as plan:
-            try:
-                self.scenario.act(store)
-            except Exception as error:
-                self.failure = error
-        self.hits = plan.hits
-        assert self.hits or self.fault.error == SHORT
-        self.check_error()
-        self.check_seen()
-        self.check_others_go_on(store)
-        self.retry(store)
-        check_poison(self.files.trace)
-
-    def check_error(self) -> None:
-        error = self.failure
-        if error is None:
-            return
-        assert isinstance(error, DurabilityError), f"{error!r} is not a DurabilityError"
-        assert error.errno in {call.error for call in self.hits}
-        assert "; " in str(error), "it doesn't say what to do"
-        if self.scenario.names_rollout:
-            assert "rollout r:" in str(error), str(error)
-
-    def check_seen(self) -> None:
-        for reader, seen in self.readers():
-            for rollout in ROLLOUTS:
-                allowed = self.allowed(rollout, reader)
-                assert seen[rollout] in allowed, f"{reader} sees {rollout} as {seen[rollout]}, not as {allowed}"
-
-    def readers(self) -> Iterator[tuple[str, dict[str, View]]]:
-        with open_store(self.directory, read_only=True) as another:
-            yield "another object", views(another)
-        yield "another process", self.other_process.views(self.directory)
-        yield "a later boot", self.other_process.views(self.directory, ANOTHER_BOOT)
-
-    def allowed(self, rollout: str, reader: str) -> list[View]:
-        before, after = self.expected.before[rollout], self.expected.after[rollout]
-        if self.failure is None and self.scenario.name != "sweep":
-            return [after]
-        if not self.scenario.writes_records:
-            return [before, after]
-        if self.scenario.name == "put_many" and not self.sync_failed(rollout):
-            return [before, after]
-        if reader == "a later boot" and self.fault.reach == "everything":
-            return [before, after]  # nothing could be said about it any more
-        return [before]
-
-    def sync_failed(self, rollout: str) -> bool:
-        return any(call.kind in SYNCING and f"/{rollout}/" in f"{call.path}/" for call in self.hits)
-
-    def check_others_go_on(self, store: FileStore) -> None:
-        if self.scenario.name != "close":
-            store.put_now(entry("other", "later"))
-
-    def retry(self, store: FileStore) -> None:
-        if self.scenario.name != "close":
-            self.scenario.act(store)
-            store.sweep_now(10_000)
-            assert leftovers(self.directory) == []
-        else:
-            open_store(self.directory).sweep_now(10_000)
-        store.close_now()
-        for reader, seen in self.readers():
-            assert {**seen, "other": None} == {**self.expected.after, "other": None}, reader
-            assert "o" in seen["other"].calls
-            assert self.scenario.name == "close" or "later" in seen["other"].calls
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=by_name)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 def test_an_operation_survives_a_fault_at_every_call(
-    scenario: Scenario, directory: str, other_process: OtherProcess, request: pytest.FixtureRequest
+    operation: Operation, directory: str, other_process: OtherProcess, request: pytest.FixtureRequest
 ) -> None:
-    expected = Expected(scenario, f"{directory}/expected")
+    every = request.config.getoption("--torture")
+    chance = random.Random(operation.name)
     problems: list[str] = []
-    gc.collect()
-    for number, fault in enumerate(faults(len(expected.trace), request.config.getoption("--torture"))):
-        opened = descriptors()
-        run = Run(scenario, fault, expected, f"{directory}/{number}", other_process)
-        try:
-            run.go()
-            assert descriptors() <= opened, "descriptors are left open"
-        except Exception as problem:
-            problems.append(f"{fault}: {', '.join(map(str, run.hits[:3]))}: {type(problem).__name__}: {problem}")
-        shutil.rmtree(f"{directory}/{number}")
+    for way in WAYS:
+        expected = Expected(operation, f"{directory}/expected", way)
+        shutil.rmtree(f"{directory}/expected")
+        planned = list(faults(expected.trace, every))
+        if not every:
+            # Every second call once through the first way; of all else a sample.
+            always = [fault for fault in planned if fault.reach == "once"][::2] if way is WAYS[0] else []
+            rest = [fault for fault in planned if fault not in always]
+            planned = always + chance.sample(rest, min(6 if way is WAYS[0] else 3, len(rest)))
+        for fault in planned:
+            _, problem = disturb(operation, fault, expected, f"{directory}/run", other_process, way)
+            problems += [problem] if problem else []
     assert not problems, f"{len(problems)} problems\n" + "\n".join(problems[:40])
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=by_name)
-def test_short_writes_are_continued(scenario: Scenario, directory: str, other_process: OtherProcess) -> None:
-    expected = Expected(scenario, f"{directory}/expected")
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+def test_short_writes_are_continued(operation: Operation, directory: str, other_process: OtherProcess) -> None:
+    expected = Expected(operation, f"{directory}/expected")
     writes = [call for call in expected.trace if call.kind == "pwritev"]
     for number in range(1, len(writes) + 1):
         for fault in Fault(number, SHORT, kinds=["pwritev"]), Fault(number, SHORT, "kind", ["pwritev"]):
-            run = Run(scenario, fault, expected, f"{directory}/{number}", other_process)
+            run = Run(operation, fault, expected, f"{directory}/{number}", other_process)
             run.go()
             assert run.failure is None
             shutil.rmtree(f"{directory}/{number}")
@@ -380,77 +110,34 @@ def test_a_write_that_accepts_nothing_is_an_error(directory: str, monkeypatch: p
         assert view(store, "r").calls == {"a", "b"}
 
 
-LOOKS: list[tuple[str, Callable[[FileStore], object]]] = [
-    ("read of an open rollout", lambda store: view(store, "r")),
-    ("read of a frozen rollout", lambda store: view(store, "frozen")),
-    ("read of a retired rollout", lambda store: view(store, "retired")),
-    ("list", lambda store: sorted(store.rollouts())),
-    ("usage", lambda store: list(store.usage_now())),  # which leaves out what it can't read
-]
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("read_only", [True, False], ids=["read-only", "writing"])
+def test_a_look_that_fails_shows_no_damage(look: str, read_only: bool, directory: str) -> None:
+    injected, problems = disturb_look(look, directory, ERRORS if read_only else ERRORS[:3], read_only=read_only)
+    assert injected > 10 and not problems, problems[:20]
 
 
-@pytest.mark.parametrize("look", [look for _, look in LOOKS], ids=[name for name, _ in LOOKS])
-def test_a_look_that_fails_shows_no_damage(look: Callable[[FileStore], object], directory: str) -> None:
-    with open_store(f"{directory}/s") as store:
-        for rollout in "r", "frozen", "retired":
-            _put(entry(rollout, "a"), entry(rollout, "large", tokens=60_000))(store)
-            store.settle_call_now(rollout, "b", "aborted")
-        store.freeze_now("frozen").close()
-        with store.freeze_now("retired") as snapshot:
-            pass
-        assert store.retire_now("retired", snapshot_id=snapshot.snapshot_id, version=1)
-        store.mark_incomplete_now("retired", "c")
-    files = FaultyFiles()
-    opened = descriptors()
-    with open_store(f"{directory}/s", files, read_only=True) as store:
-        files.trace.clear()
-        expected = look(store)
-        for number in range(1, len(files.trace) + 1):
-            for error in ERRORS:
-                for reach in "once", "kind":
-                    with files.failing(Fault(number, error, reach)):
-                        try:
-                            assert look(store) == expected
-                        except TokcapError as failure:
-                            assert isinstance(failure, DurabilityError)
-                            assert failure.errno == error
-    gc.collect()
-    assert descriptors() <= opened
-
-
-@pytest.mark.parametrize("state", ["missing", "empty", "in use"])
+@pytest.mark.parametrize("state", STATES)
 def test_opening_a_store_survives_a_fault_at_every_call(state: str, directory: str) -> None:
-    def prepare(root: str) -> None:
-        if state != "missing":
-            os.makedirs(root, 0o700)
-        if state == "in use":
-            with open_store(root) as store:
-                store.put_now(entry("r", "a"))
+    injected, problems = disturb_opening(state, directory, ERRORS[:5])
+    assert injected > 10 and not problems, problems[:20]
 
-    prepare(f"{directory}/expected/s")
-    files = FaultyFiles()
-    open_store(f"{directory}/expected/s", files).close_now()
-    calls = len(files.trace)
-    opened = descriptors()
-    for number in range(1, calls + 1):
-        for error in ERRORS:
-            for reach in "once", "kind":
-                files = FaultyFiles()
-                root = f"{directory}/{number}-{error}-{reach}/s"
-                prepare(root)
-                with files.failing(Fault(number, error, reach)) as plan:
-                    try:
-                        open_store(root, files).close_now()
-                    except TokcapError as failure:
-                        assert isinstance(failure, OSError)
-                        assert failure.errno == error
-                        assert root in str(failure)
-                with open_store(root) as store:
-                    store.put_now(entry("r", "b"))
-                    assert view(store, "r").calls == ({"a", "b"} if state == "in use" else {"b"})
-                assert leftovers(root) == [] or "unlink" in {call.kind for call in plan.hits}
-                assert descriptors() <= opened
-                shutil.rmtree(os.path.dirname(root))
+
+def test_a_file_system_that_can_not_be_told_just_now_is_not_taken_for_a_good_one(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: str, *_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    root = f"{directory}/s"
+    monkeypatch.setattr(root_module, "open", full, raising=False)
+    monkeypatch.setattr(base_module, "boot_id", lambda: ANOTHER_BOOT)
+    with pytest.raises(DurabilityError, match="too many open files") as caught:
+        open_store(root)
+    assert caught.value.errno == errno.EMFILE and root in str(caught.value)
+    monkeypatch.undo()
+    with open_store(root) as store:
+        store.put_now(entry("r", "a"))
 
 
 # ---- failed syncs
@@ -572,35 +259,169 @@ def test_segments_in_which_nothing_counts_are_no_damage(directory: str) -> None:
 
 
 RENAMING = [
-    scenario
-    for scenario in SCENARIOS
-    if scenario.name.split()[0] in ("freeze", "late", "retire", "mark", "reset", "sweep")
-    and scenario.name != "freeze of nothing"
+    operation
+    for operation in OPERATIONS
+    if not operation.writes_records and not operation.in_parts and not operation.polls and not operation.ends_store
 ]
 
 
-@pytest.mark.parametrize("scenario", RENAMING, ids=by_name)
+@pytest.mark.parametrize("operation", RENAMING, ids=str)
 def test_what_a_failed_sync_was_to_publish_is_done_again_before_the_next_sync(
-    scenario: Scenario, directory: str
+    operation: Operation, directory: str
 ) -> None:
-    with open_store(f"{directory}/expected", expected := FaultyFiles()) as store:
-        scenario.prepare(store)
-        expected.trace.clear()
-        scenario.act(store)
-        syncs = [call for call in expected.trace if call.kind == "fsync"]
-    for number in range(1, len(syncs) + 1):
-        files = FaultyFiles()
-        with open_store(f"{directory}/{number}", files) as store:
-            scenario.prepare(store)
-            files.trace.clear()
-            with files.failing(Fault(number, errno.EIO, kinds=["fsync"])) as plan, contextlib.suppress(DurabilityError):
-                scenario.act(store)
-            scenario.act(store)
-            assert plan.hit is not None
-            failed = next(place for place, call in enumerate(files.trace) if call is plan.hit)
-            before = {path for call in files.trace[:failed] for path in changed_directories(call)}
-            changed: set[str] = set()
-            for call in files.trace[failed + 1 :]:
-                changed |= changed_directories(call)
-                if call.kind == "fsync" and call.path == plan.hit.path and call.path in before:
-                    assert call.path in changed, f"{call} can't make up for the one that failed"
+    assert unrepeated_syncs(operation, directory) == []
+
+
+# ---- around operations
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_fault_costs_a_consumer_or_a_sweep_only_time(around: str, directory: str) -> None:
+    runs, injected, problems = AROUND[around](directory, ERRORS, 0.04, 6)
+    assert runs > 10 and injected > 10 and not problems, problems[:20]
+
+
+def test_what_does_not_expire_is_said_after_all_others(directory: str) -> None:
+    files = FaultyFiles()
+    with open_store(directory, files) as store:
+        for rollout in "a", "b", "c":
+            store.put_now(entry(rollout, "call"))
+        with (
+            files.failing(Fault(1, errno.EIO, "everything", rollout="b")),
+            pytest.raises(DurabilityError, match=r"every rollout|rollout b") as caught,
+        ):
+            store.expire_now(-1)
+        assert caught.value.errno == errno.EIO
+        assert [rollout for rollout, _ in store.rollouts()] == ["b"]
+        assert store.expire_now(-1) == 1
+
+
+def test_a_freeze_that_waits_says_what_it_could_not_do(directory: str) -> None:
+    raised = 0
+    for kind in "fcntl", "close":
+        for number in range(1, 8):
+            files = FaultyFiles()
+            with open_store(f"{directory}/{kind}-{number}", files) as store, files.hearing_signals():
+                store.put_now(entry("r", "a"))
+                opened = descriptors()
+                with files.failing(Fault(number, errno.EIO, "once", [kind])):
+                    try:
+                        store.freeze_now("r", wait_open_s=0.001).close()
+                    except DurabilityError as error:
+                        assert re.search(r"rollout r: .*; ", str(error))
+                        raised += 1
+                assert descriptors() <= opened + 2  # of the fence and the segment, for the next operation
+                with store.freeze_now("r") as snapshot:
+                    assert len(snapshot.entries) == 1
+    assert raised
+
+
+def test_closing_a_store_does_not_fail_for_a_file_that_says_nothing(directory: str) -> None:
+    files = FaultyFiles()
+    store = open_store(directory, files)
+    store.begin_call_now("r", "a")
+    with files.failing(Fault(1, errno.EIO, "kind", ["close"])):
+        store.close_now()
+    assert os.listdir(f"{directory}/writers") == []
+
+
+def test_the_error_of_a_freeze_keeps_no_file_open(directory: str) -> None:
+    files = FaultyFiles()
+    with open_store(directory, files) as store:
+        for call in "a", "b":
+            store.put_now(entry("r", call, tokens=400_000))
+        opened = descriptors()
+        errors: list[DurabilityError] = []
+        for kind in "link", "rename", "fsync":
+            with files.failing(Fault(1, errno.EIO, "once", [kind])), pytest.raises(DurabilityError) as caught:
+                store.freeze_now("r")
+            errors.append(caught.value)
+        assert descriptors() <= opened and len(errors) == 3
+
+
+# ---- what this sees
+
+
+def problems_of(name: str, directory: str, other_process: OtherProcess, way: Way = WAYS[0]) -> list[str]:
+    """Of one operation, with one error at every call."""
+    operation = next(operation for operation in OPERATIONS if operation.name == name)
+    expected = Expected(operation, f"{directory}/expected", way)
+    planned = [Fault(number, errno.EIO) for number in range(1, len(expected.trace) + 1)]
+    runs = (disturb(operation, fault, expected, f"{directory}/run", other_process, way) for fault in planned)
+    return [problem for _, problem in runs if problem]
+
+
+def no_error(*_: object) -> None:
+    return
+
+
+def suppressed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        with contextlib.suppress(OSError):
+            return function(*arguments)
+
+    return call
+
+
+def unlinking(rollout: Rollout) -> None:
+    """The whole segment goes with the batch that failed."""
+    assert rollout.log is not None and rollout.log.segment is not None
+    path = rollout.log.segment.path
+    rollout.drop()
+    os.unlink(path)
+
+
+MUTANTS: dict[str, tuple[str, Any, str, Callable[[Any], Any], str]] = {
+    "a failed sync is not noticed": ("later put", Rollout, "sync", suppressed, "nobody was told"),
+    "a failed sync of names is not noticed": ("first put", Rollout, "_sync_names", suppressed, "nobody was told"),
+    "no end is stated": ("later put", Rollout, "_abandon", lambda _: no_error, "a later boot sees r as"),
+    "a segment is removed": ("later put", Rollout, "_abandon", lambda _: unlinking, "sees r as"),
+    "errors come as they are": (
+        "later put",
+        serving_module,
+        "durability_error",
+        lambda _: lambda error, *_: error,
+        "is not a DurabilityError",
+    ),
+    "descriptors stay": ("freeze", Publication, "close", lambda _: no_error, "descriptors are left open"),
+}
+"""What is broken: the operation that shows it, what is replaced, and what is found."""
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_store_that_is_wrong_is_found(
+    mutant: str, directory: str, other_process: OtherProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, owner, attribute, change, expected = MUTANTS[mutant]
+    monkeypatch.setattr(owner, attribute, change(getattr(owner, attribute)))
+    problems = problems_of(name, f"{directory}/wrong", other_process)
+    monkeypatch.undo()
+    gc.collect()
+    assert any(re.search(expected, problem) for problem in problems), problems
+
+
+def test_a_segment_that_is_written_on_after_its_sync_failed_is_found(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = FaultyFiles()
+    with open_store(directory, files) as store:
+        store.put_now(entry("r", "a"))
+        monkeypatch.setattr(Rollout, "_abandon", no_error)
+        monkeypatch.setattr(Rollout, "drop", no_error)
+        with files.failing(Fault(1, errno.EIO, kinds=["fdatasync"])), pytest.raises(DurabilityError):
+            store.put_now(entry("r", "b"))
+        store.put_now(entry("r", "c"))
+        monkeypatch.undo()
+        with pytest.raises(AssertionError, match="after the sync of it failed"):
+            check_poison(files.trace)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute"), [("freeze", Publication, "undo"), ("freeze of nothing", Rollout, "unmake")]
+)
+def test_a_store_that_only_syncs_again_is_found(
+    name: str, owner: Any, attribute: str, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operation = next(operation for operation in OPERATIONS if operation.name == name)
+    monkeypatch.setattr(owner, attribute, no_error)
+    assert unrepeated_syncs(operation, directory)

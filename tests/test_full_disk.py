@@ -6,19 +6,23 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.faulty_files import View, booted_as, view
+from tests.proofs import faults_disks as disks
+from tests.proofs.faults_below import files_below, store_below
+from tests.proofs.faults_disks import UnavailableError, fill, free, meet_full_disk
+from tests.proofs.faults_operations import OPERATIONS
+from tests.proofs.faults_traced import memory
 from tokcap import FileStore, TokenEntry
 from tokcap.errors import DurabilityError
+from tokcap.store import lifecycle as lifecycle_module
 
 MEGABYTE = 1 << 20
 SHUT_DOWN, WITHOUT_FLUSHING = 0x8004587D, 2
@@ -28,39 +32,16 @@ KEPT = ("open", "frozen", "consumed", "to-reset")
 
 @contextlib.contextmanager
 def mounted(kind: str) -> Iterator[str]:
-    """A file system of about 8 MB; skips if there can't be one."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount")
-    base = tempfile.mkdtemp(prefix="tokcap-disk-")
-    point = f"{base}/disk"
-    os.mkdir(point)
-    commands = {
-        "tmpfs": [["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=200", "tmpfs", point]],
-        "tmpfs without inodes": [["mount", "-t", "tmpfs", "-o", "size=32m,nr_inodes=200", "tmpfs", point]],
-        "ext4": [
-            ["mkfs.ext4", "-q", "-m", "0", "-O", "^resize_inode", f"{base}/image"],
-            ["mount", "-o", "loop", f"{base}/image", point],
-        ],
-    }[kind]
-    try:
-        if kind == "ext4":
-            Path(f"{base}/image").write_bytes(b"")
-            os.truncate(f"{base}/image", 12 * MEGABYTE)
-        for command in commands:
-            if shutil.which(command[0]) is None:
-                pytest.skip(f"there is no {command[0]}")
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"can't {' '.join(command[:3])}: {done.stderr.strip()}")
+    """A small file system; skips if there can't be one."""
+    with contextlib.ExitStack() as stack:
         try:
-            yield point
-        finally:
-            subprocess.run(["umount", "--lazy", point], check=True)
-    finally:
-        shutil.rmtree(base)
+            disk = stack.enter_context(disks.mounted(kind))
+        except UnavailableError as reason:
+            pytest.skip(str(reason))
+        yield disk.point
 
 
-@pytest.fixture(params=["tmpfs", "ext4"])
+@pytest.fixture(params=["tmpfs", "ext4", "ext4 without a journal"])
 def disk(request: pytest.FixtureRequest) -> Iterator[str]:
     with mounted(request.param) as point:
         yield point
@@ -70,28 +51,6 @@ def entry(rollout: str, call: str, tokens: int) -> TokenEntry:
     random = np.random.default_rng(tokens)
     ids = random.integers(0, 1 << 30, tokens, np.int32)
     return TokenEntry(rollout, call, ids, ids[:4], random.random(4))
-
-
-def fill(point: str, *, sizes: tuple[int, ...] = (MEGABYTE, 4096, 1)) -> list[str]:
-    """Take all that is left with files of these sizes."""
-    fillers: list[str] = []
-    for size in sizes:
-        with pytest.raises(OSError) as caught:
-            while True:
-                fillers.append(f"{point}/filler{len(fillers)}")
-                with open(fillers[-1], "wb") as file:
-                    file.write(bytes(size))
-                    file.flush()
-                    os.fsync(file.fileno())
-        assert caught.value.errno == errno.ENOSPC
-        free([fillers.pop()])
-    return fillers
-
-
-def free(fillers: list[str]) -> None:
-    for filler in fillers:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(filler)
 
 
 def open_store(point: str) -> FileStore:
@@ -220,3 +179,85 @@ def test_a_device_that_goes_away_costs_nothing_that_was_acknowledged(rebooted: b
             assert again.stat_now("new").state == "absent"
             again.reset_now("to-reset")
             check_freed(again, before)
+
+
+# ---- every operation
+
+
+KINDS_AT_HAND = ("tmpfs", "tmpfs without inodes", "ext4", "ext4 without a journal")
+"""Those that are made and filled quickly; the proofs have xfs and btrfs, too."""
+
+
+@pytest.mark.parametrize("kind", KINDS_AT_HAND)
+def test_every_operation_meets_a_full_disk_and_heals_when_there_is_room(kind: str) -> None:
+    failed, problems = 0, []
+    with contextlib.ExitStack() as stack:
+        try:
+            disk = stack.enter_context(disks.mounted(kind, memory()))
+        except UnavailableError as reason:
+            pytest.skip(str(reason))
+        chosen = OPERATIONS if kind == "tmpfs" else [o for o in OPERATIONS if o.name in SHORT_LIST]
+        for operation in chosen:
+            has_failed, found = meet_full_disk(operation, disk)
+            failed += has_failed
+            problems += found
+    assert failed >= 3 and not problems, problems
+
+
+SHORT_LIST = ("first put", "freeze", "late mark", "retire", "reset of several", "expire")
+
+
+def test_a_retirement_that_needs_space_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = lifecycle_module.rename_durably
+
+    def with_a_list(rollout: Any, renames: list[tuple[str, str]]) -> None:
+        with open(f"{rollout.path}/list", "wb") as file:
+            file.write(repr(renames).encode())
+        rename(rollout, renames)
+
+    monkeypatch.setattr(lifecycle_module, "rename_durably", with_a_list)
+    retire = next(operation for operation in OPERATIONS if operation.name == "retire")
+    try:
+        with disks.mounted("tmpfs", memory()) as disk:
+            _, problems = meet_full_disk(retire, disk)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    assert any("needs no space" in problem for problem in problems), problems
+
+
+# ---- full below
+
+
+def test_linux_says_that_files_are_synced_whose_inodes_it_could_not_write() -> None:
+    """Without a journal. Sixteen inodes share a block: when it can't be written, one `fsync` fails and the others of
+    that block succeed. Nothing that a program can ask about its own files tells."""
+    try:
+        found = files_below(journal=False)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    assert found.failed, "the disk below was not full"
+    if not found.lost:
+        pytest.skip("this kernel tells everybody")
+    assert found.lost == found.beside_a_failure
+
+
+def test_linux_says_that_files_are_synced_whose_transaction_was_given_up() -> None:
+    """With a journal. When a commit fails, the `fsync` that waits for it fails, and those that come later succeed."""
+    try:
+        found = files_below(journal=True)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    assert found.directory_failed or found.failed, "the disk below was not full"
+    if not found.lost:
+        pytest.skip("this kernel tells everybody")
+    assert len(found.lost) + len(found.failed) == 64
+
+
+@pytest.mark.parametrize("journal", [False, True], ids=["without a journal", "journal"])
+def test_a_disk_that_is_full_below_costs_no_more_than_linux_does_not_tell(journal: bool) -> None:
+    try:
+        found = store_below(journal=journal, seed=6)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    assert found.refused and found.acknowledged and not found.problems, found
+    assert found.missing == found.beside_a_failure, found

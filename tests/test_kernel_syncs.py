@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 from tests.faulty_files import Fault, FaultyFiles, booted_as, view
 from tokcap import FileStore, TokenEntry
 from tokcap.errors import DurabilityError
+from tokcap.store import syncs as syncs_module
 from tokcap.store.files import Files
 from tokcap.store.inbox import BellInbox
 from tokcap.store.root import file_system_of
@@ -85,6 +87,28 @@ def test_what_the_kernel_refuses_is_left_to_the_caller(kernel: KernelSyncs, bell
         assert collect(kernel, bell, 1) == {"a": None}
         assert kernel.start([Sync(closed, False, "b")]) == 0
         assert kernel.in_flight == 0
+
+
+def test_a_collection_that_is_interrupted_is_repeated(
+    kernel: KernelSyncs, bell: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody rings again for what was done before."""
+    collect_now = syncs_module._call_at_once
+    interrupted: list[ctypes.c_long] = []
+
+    def interrupting(number: ctypes.c_long, *arguments: Any) -> int:
+        if not interrupted:
+            interrupted.append(number)
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        return int(collect_now(number, *arguments))
+
+    monkeypatch.setattr(syncs_module, "_call_at_once", interrupting)
+    with open(tmp_path / "file", "wb") as file:
+        assert kernel.start([Sync(file.fileno(), False, "a")]) == 1
+        os.eventfd_read(bell)
+        assert kernel.finished() == [("a", None)]
+    assert interrupted
 
 
 def test_closing_waits_for_what_is_in_flight(bell: int, tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from tokcap.conformance.samples import difference, entry_of, ids_of
 from tokcap.entry import TokenEntry
 from tokcap.errors import ConflictError, FrozenError, RetiredError
 from tokcap.store import FileStore, RolloutStat
-from tokcap.store.files import Files
 
 from .children import Channel, Child, Nursery, fast_directory
 from .children import nursery as _nursery
+from .proofs.kills_calls import SlowFiles
 
 KILLS = 320
 TORTURE_KILLS = 3_200
@@ -107,47 +107,6 @@ def _do_now(store: FileStore, rollout_id: str, step: tuple[str, str]) -> None:
         store.mark_incomplete_now(rollout_id, call)
     else:
         store.settle_call_now(rollout_id, call, what)  # type: ignore[arg-type]
-
-
-class SlowFiles(Files):
-    """Stays a little in system calls, so that kills strike between a write, its sync and its acknowledgement too."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._chance = random.Random(seed)
-
-    def _stay(self) -> None:
-        if self._chance.random() < 0.3:
-            time.sleep(0.0003)
-
-    def write(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
-        if self._chance.random() < 0.3:  # a write that is done in two
-            written = super().write(fd, buffers[:1], offset)
-            time.sleep(0.0003)
-            return written + super().write(fd, buffers[1:], offset + written)
-        return super().write(fd, buffers, offset)
-
-    def fdatasync(self, fd: int) -> None:
-        self._stay()
-        super().fdatasync(fd)
-        self._stay()
-
-    def rename(self, source: str, target: str) -> None:
-        self._stay()
-        super().rename(source, target)
-        self._stay()
-
-    def link(self, source: str, target: str) -> None:
-        super().link(source, target)
-        self._stay()
-
-    def unlink(self, path: str) -> None:
-        super().unlink(path)
-        self._stay()
-
-    def mkdir(self, path: str) -> None:
-        super().mkdir(path)
-        self._stay()
 
 
 def _opened(path: str, seed: int, slow: bool, **settings: Any) -> FileStore:
@@ -365,7 +324,7 @@ def kill_at(child: Child, chance: random.Random, starts: int, hear: Callable[[tu
 
 
 class Stopwatch:
-    """The slowest operation right after a kill: a lock that was left behind would show here."""
+    """The slowest operation right after a kill. A lock that was left behind makes it fail (`BusyError`)."""
 
     def __init__(self) -> None:
         self.worst = 0.0
@@ -565,7 +524,6 @@ def test_killed_writers_and_consumers_lose_nothing_and_leave_no_lock(
     assert rounds.hit.total() >= 300
     for what in ("put", "put_many", "begin", "no_generation", "freeze", "late mark", "retire", "reset"):
         assert rounds.hit[what], f"no kill struck {what}: {rounds.hit}"
-    assert rounds.watch.worst < 5.0
 
 
 @pytest.mark.torture
@@ -575,4 +533,4 @@ def test_thousands_of_killed_writers_and_consumers_lose_nothing(
     rounds = Rounds(nursery, directory, int(time.time()))
     rounds.run(TORTURE_KILLS)
     _report(rounds, capsys)
-    assert rounds.watch.worst < 5.0
+    assert rounds.hit.total() >= TORTURE_KILLS

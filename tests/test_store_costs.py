@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ import pytest
 
 from tests.store_worker import UnsyncedFiles
 from tokcap import FileStore, TokenEntry
-from tokcap.errors import FrozenError
+from tokcap.errors import FrozenError, RetiredError, StaleAttemptError
 from tokcap.store.files import Files
 
 ROLLOUT = "r-1"
@@ -491,6 +492,50 @@ def test_a_snapshot_gives_its_descriptors_back(store: FileStore) -> None:
         del snapshot
     gc.collect()
     assert len(list(descriptors.iterdir())) <= before
+
+
+def deleted_and_open(directory: Path) -> list[str]:
+    """Files of a store that are deleted, and open: their space is not free."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [link for link in links if link.startswith(str(directory)) and link.endswith("(deleted)")]
+
+
+def test_the_space_of_what_another_object_retired_is_free(store_dir: Path) -> None:
+    with (
+        FileStore(store_dir, sweep_every_s=0, files=UnsyncedFiles()) as writer,
+        FileStore(store_dir, sweep_every_s=0, files=UnsyncedFiles()) as consumer,
+    ):
+        for number in range(40):
+            rollout = f"r-{number}"
+            writer.put_now(entry(0, rollout=rollout))
+            writer.put_now(entry("open", rollout=f"open-{number % 5}"))
+            with consumer.freeze_now(rollout) as snapshot:
+                consumer.retire_now(rollout, snapshot_id=snapshot.snapshot_id, version=1)
+            assert len(deleted_and_open(store_dir)) <= 8
+        assert writer._engine is not None
+        assert len(writer._engine._queued) < 20
+        writer._sweep_if_due()  # what its thread does every minute, for a store that is asked for nothing more
+        assert not deleted_and_open(store_dir)
+        assert set(writer._engine._queued) == {f"open-{number}" for number in range(5)}
+        for number in range(5):
+            writer.put_now(entry("more", rollout=f"open-{number}"))
+            with consumer.freeze_now(f"open-{number}") as snapshot:
+                assert len(snapshot.entries) == 2
+
+
+def test_calls_that_came_too_late_are_not_remembered_for_ever(store: FileStore) -> None:
+    for number in range(20):
+        store.begin_call_now(f"reset-{number}", "c-0")
+        store.reset_now(f"reset-{number}")
+        for _ in range(2):
+            with pytest.raises(StaleAttemptError):
+                store.put_now(entry(0, rollout=f"reset-{number}"))
+        store.begin_call_now(f"retired-{number}", "c-0")
+        with store.freeze_now(f"retired-{number}") as snapshot:
+            store.retire_now(f"retired-{number}", snapshot_id=snapshot.snapshot_id, version=1)
+        with pytest.raises(RetiredError):
+            store.put_now(entry(0, rollout=f"retired-{number}"))
+    assert not store._requests._attempts._open
 
 
 # ---- housekeeping

@@ -52,7 +52,7 @@ def test_tombstones_go_without_a_sync_of_their_own_and_their_shards_are_synced_a
     store: FileStore, files: FaultyFiles, store_dir: Path
 ) -> None:
     for number in range(12):
-        retire(store, f"r{number}", late=number % 2 == 0)
+        retire(store, f"r{number}")
     files.trace.clear()
     assert store.sweep_now(0) == 12
     shards = list(store_dir.glob("rollouts/*"))
@@ -60,6 +60,15 @@ def test_tombstones_go_without_a_sync_of_their_own_and_their_shards_are_synced_a
     synced = [call.path for call in files.trace[last:] if call.kind == "fsync"]
     assert sorted(synced) == sorted(map(str, shards))
     assert steps(files, "fsync", "rename") == ["fsync"] * len(shards)
+    assert not list(store_dir.glob("rollouts/*/*"))
+
+
+def test_a_tombstone_with_notes_goes_as_a_whole(store: FileStore, files: FaultyFiles, store_dir: Path) -> None:
+    """A crash must not keep the tombstone and lose what was said after it."""
+    retire(store, "r", late=True)
+    files.trace.clear()
+    assert store.sweep_now(0) == 1
+    assert steps(files, "rename", "fsync", "unlink")[:3] == ["rename", "fsync", "unlink"]
     assert not list(store_dir.glob("rollouts/*/*"))
 
 
@@ -215,3 +224,33 @@ def test_after_a_power_cut_no_tombstone_is_beside_what_came_after_it(
         with booted_as("00000000-0000-4000-8000-000000000000"), FileStore(f"{point}/store", sweep_every_s=0) as again:
             assert view(again, "r") == before
             assert before.state == ("frozen" if next_step is freeze else "open")
+
+
+def test_a_sweep_removes_what_a_process_left_that_died_while_it_opened_the_store(
+    store: FileStore, store_dir: Path
+) -> None:
+    names = [f"FORMAT-{'ab' * 8}", f"probe-{'01' * 8}", f"probe-{'01' * 8}-link"]
+    kept = [f"FORMAT-{'cd' * 8}", "probe-ours", "FORMAT-ab.txt"]
+    for name in names + kept:
+        (store_dir / name).touch()
+    for name in [*names, "FORMAT", *kept[1:]]:
+        os.utime(store_dir / name, (0, 0))
+    store.sweep_now(3600, dry_run=True)
+    assert {path.name for path in store_dir.iterdir()} >= {*names, *kept}
+    store.sweep_now(3600)
+    assert {path.name for path in store_dir.iterdir()} == {"FORMAT", "rollouts", "writers", *kept}
+
+
+def test_what_cannot_be_removed_of_an_opening_store_stops_no_sweep(
+    files: FaultyFiles, store: FileStore, store_dir: Path
+) -> None:
+    retire(store, "r")
+    left = [store_dir / f"probe-{digit * 16}" for digit in "12"]
+    for path in left:
+        path.touch()
+        os.utime(path, (0, 0))
+    with files.failing(Fault(1, errno.EIO, "kind", ["unlink"])) as plan:
+        assert store.sweep_now(0) == 1
+    assert [call.path for call in plan.hits] and all(path.exists() for path in left)
+    store.sweep_now(0)
+    assert not any(path.exists() for path in left)

@@ -56,6 +56,20 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     serve.add_argument("--timeout", type=float, metavar="SECONDS", help="that an answer may pause (for ever)")
     serve.add_argument(
+        "--client-timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="that a client may take over the head and the body of its request, plus one for each KiB of the body; "
+        "0: for ever (%(default)g)",
+    )
+    serve.add_argument(
+        "--rollout-secret-file",
+        metavar="FILE",
+        help="secrets, one in a line, of which rollout tokens are made: captured requests need the token of their "
+        "rollout; sets TOKCAP_ROLLOUT_SECRET_FILE",
+    )
+    serve.add_argument(
         "--graceful-timeout", type=float, metavar="SECONDS", help="that open calls may take to finish (for ever)"
     )
     serve.add_argument("--log-level", default="info", metavar="LEVEL", help="critical to debug, trace (%(default)s)")
@@ -69,7 +83,12 @@ def _serve(given: argparse.Namespace) -> int:
     from .serve.options import ServeOptions
     from .serve.run import serve
 
-    for name, value in (("TOKCAP_DIR", given.dir), ("TOKCAP_CONFIG", given.config)):
+    paths = {
+        "TOKCAP_DIR": given.dir,
+        "TOKCAP_CONFIG": given.config,
+        "TOKCAP_ROLLOUT_SECRET_FILE": given.rollout_secret_file,
+    }
+    for name, value in paths.items():
         if value is not None:
             os.environ[name] = os.path.abspath(value)
     keys = given.api_key if given.api_key is not None else os.environ.get("TOKCAP_API_KEY", "").split()
@@ -82,6 +101,7 @@ def _serve(given: argparse.Namespace) -> int:
         engine_version=given.engine_version,
         api_keys=tuple(keys),
         timeout_s=given.timeout,
+        client_timeout_s=given.client_timeout or None,
         graceful_timeout_s=given.graceful_timeout,
         log_level=given.log_level,
     )

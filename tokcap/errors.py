@@ -22,6 +22,7 @@ __all__ = (
     "InvalidOutcomeError",
     "MaskFractionError",
     "NewerFormatError",
+    "NoSpaceError",
     "ReadOnlyError",
     "RetiredError",
     "StaleAttemptError",
@@ -94,7 +95,7 @@ class StaleAttemptError(TokcapError, RuntimeError):
 
 
 class BusyError(TokcapError, TimeoutError):
-    """Another process held the rollout for longer than `lock_timeout_s`."""
+    """Another process held the rollout for longer than `lock_timeout_s`, or the disk can't follow. Try again later."""
 
 
 # ---- what the run as a whole must not do
@@ -122,6 +123,10 @@ class MaskFractionError(TokcapError, RuntimeError):
 
 class DurabilityError(TokcapError, OSError):
     """A file-system call failed; the record was not acknowledged. `errno` and `filename` are those of the call."""
+
+
+class NoSpaceError(DurabilityError):
+    """Too little is free on the file system for another call to begin; what is left is for calls that have begun."""
 
 
 class CorruptError(TokcapError, ValueError):

@@ -19,6 +19,7 @@ __all__ = (
     "CallRecord",
     "Delivered",
     "Outcome",
+    "Pending",
     "RolloutState",
     "SettledOutcome",
     "TokenCaptureSnapshot",
@@ -37,6 +38,15 @@ Delivered = Literal["full", "partly", "no", "unknown"]
 """How much of the answer the client received."""
 
 RolloutState = Literal["absent", "open", "frozen", "retired"]
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """What a sink has taken in that is not durable yet. One that counts this shows it as its property `pending`."""
+
+    operations: int
+    bytes: int
+    waiting: int = 0
+    """Puts that wait for room among these."""
 
 
 class CallRecord(msgspec.Struct, frozen=True):

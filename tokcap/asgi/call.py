@@ -108,9 +108,12 @@ class Call:
                     )
                 )
             except TokcapError as error:
+                self._metrics.refused(error)
+                self._metrics.pending(self._sink)
                 raise intent_refusal(error, self._url.rollout_id) from error
             self._metrics.intent_seconds(time.perf_counter() - begun)
             self._metrics.begun()
+            self._metrics.pending(self._sink)
 
     def answering(self, status: int, headers: Headers, payload: Any, problem: str) -> asyncio.Task[None]:
         """A whole answer came. When the task is done its record is durable, or the call is settled.
@@ -200,6 +203,7 @@ class Call:
                 prompt_tokens=sum(len(entry.prompt_token_ids) for entry in stored),
                 sampled_tokens=sum(len(entry.generation_token_ids) for entry in stored),
             )
+            self._metrics.pending(self._sink)
 
     async def _record(self, answer: Any, headers: Headers, status: int) -> None:
         assert self.context is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 
+from .coding import Inflation
 from .interface import Headers, Message, Receive
 from .refusals import RefusalError
 
@@ -12,6 +12,8 @@ __all__ = ("Client", "ClientGoneError", "decoded")
 
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_MOST_ENCODINGS = 4
+"""One inside another: each may take as long as the largest body does."""
 
 
 class ClientGoneError(Exception):
@@ -105,6 +107,8 @@ def decoded(body: bytes, encoding: bytes, limit: int) -> bytes:
     Raises `RefusalError`: 415 for another encoding, 413 above the limit, 400 for what can't be decoded.
     """
     names = [name.strip().lower().decode("latin-1") for name in encoding.split(b",") if name.strip()]
+    if len(names) > _MOST_ENCODINGS:
+        raise RefusalError(415, f"the body has {len(names)} content-encodings; at most {_MOST_ENCODINGS} are read here")
     for name in reversed(names):
         if name == "identity":
             continue
@@ -116,24 +120,20 @@ def decoded(body: bytes, encoding: bytes, limit: int) -> bytes:
 
 
 def _inflated(body: bytes, bits: int, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while body:
-        stream = zlib.decompressobj(bits)
-        try:
-            part = stream.decompress(body, limit - size + 1)
-        except zlib.error as error:
-            if bits == 15 and not parts:  # some clients send deflate without the zlib header
-                return _inflated(body, -15, limit)
-            raise RefusalError(400, f"the body is not of its content-encoding: {error}") from None
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        if not stream.eof:
-            raise RefusalError(400, "the body is not of its content-encoding: it ends too early")
-        parts.append(part)
-        body = stream.unused_data if bits == 31 else b""
-    return b"".join(parts)
+    if not body:
+        return body
+    inflation = Inflation(bits)
+    try:
+        found = inflation.feed(body, limit)
+    except ValueError as error:
+        if bits == 15:  # some clients send deflate without the zlib header
+            return _inflated(body, -15, limit)
+        raise RefusalError(400, f"the body is not of its content-encoding: {error}") from None
+    if len(found) > limit:
+        raise _too_large(limit)
+    if not inflation.ended:
+        raise RefusalError(400, "the body is not of its content-encoding: it ends too early")
+    return found
 
 
 def _too_large(limit: int) -> RefusalError:

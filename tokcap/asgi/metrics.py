@@ -7,6 +7,8 @@
 | `tokcap_open_calls` | gauge | calls whose intent is durable and that have not ended |
 | `tokcap_intent_seconds` | histogram | writing the intent, before the engine is asked |
 | `tokcap_put_seconds` | histogram | from a whole answer to its durable record |
+| `tokcap_refused_begins_total{reason}` | counter | calls that were not begun: `busy`, `no_space`, `state`, `other` |
+| `tokcap_pending_bytes`, `tokcap_pending_operations` | gauge | what waits for the disk, as of the last call |
 
 Without the library `prometheus-client` nothing is counted. With it, everything goes to the registry of the process, so
 that an engine's own `/metrics` shows it, too. If `PROMETHEUS_MULTIPROC_DIR` was set before the library was imported,
@@ -24,7 +26,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, get_args
 from weakref import WeakKeyDictionary
 
-from ..protocol import Outcome
+from ..errors import BusyError, FrozenError, InvalidIdError, NoSpaceError, RetiredError
+from ..protocol import Outcome, Pending
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -34,6 +37,7 @@ __all__ = ("Metrics", "forget_dead_processes")
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Bounds of the histograms: a sync takes from a tenth of a millisecond to, on a disk in trouble, many seconds."""
 _OUTCOMES: tuple[str, ...] = get_args(Outcome)
+_REASONS = ("busy", "no_space", "state", "other")
 _GAUGE_FILE = re.compile(r"gauge_live[a-z]*_(\d+)\.db")
 
 
@@ -62,9 +66,23 @@ class _Instruments:
             "From a whole answer to its durable record.",
             buckets=_SECONDS,
         )
+        self.refused: Counter = _registered(
+            registry, Counter, "tokcap_refused_begins", "Calls that could not begin.", labelnames=("reason",)
+        )
+        self.pending_bytes: Gauge = _registered(
+            registry, Gauge, "tokcap_pending_bytes", "Bytes that wait for the disk.", multiprocess_mode="livesum"
+        )
+        self.pending_operations: Gauge = _registered(
+            registry,
+            Gauge,
+            "tokcap_pending_operations",
+            "Records that wait for the disk.",
+            multiprocess_mode="livesum",
+        )
         # Series that exist from the beginning, at zero: else the first of a kind is no increase.
         self.by_outcome = {outcome: self.calls.labels(outcome) for outcome in _OUTCOMES}
         self.prompt, self.sampled = self.tokens.labels("prompt"), self.tokens.labels("sampled")
+        self.by_reason = {reason: self.refused.labels(reason) for reason in _REASONS}
 
 
 _guard = threading.Lock()
@@ -105,10 +123,31 @@ class Metrics:
         if self._instruments is not None:
             self._instruments.intent.observe(seconds)
 
+    def refused(self, error: Exception) -> None:
+        """A call could not begin; nothing was generated for it."""
+        if self._instruments is not None:
+            self._instruments.by_reason[_reason(error)].inc()
+
+    def pending(self, sink: object) -> None:
+        """Look at what waits for the disk, if the sink tells: `pending.bytes`, `pending.operations`."""
+        found = self._instruments
+        pending = getattr(sink, "pending", None)
+        if found is not None and isinstance(pending, Pending):
+            found.pending_bytes.set(pending.bytes)
+            found.pending_operations.set(pending.operations)
+
     def put_seconds(self, seconds: float) -> None:
         """How long it took from a whole answer to its durable record."""
         if self._instruments is not None:
             self._instruments.put.observe(seconds)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NoSpaceError):
+        return "no_space"
+    if isinstance(error, BusyError):
+        return "busy"
+    return "state" if isinstance(error, (FrozenError, InvalidIdError, RetiredError)) else "other"
 
 
 def forget_dead_processes(directory: str) -> list[int]:

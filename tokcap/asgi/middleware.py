@@ -13,6 +13,7 @@ from ..capture.statements import written
 from ..config import TokenIdCaptureConfig, config_from_environment, process_sink, token_id_capture_config
 from ..errors import InvalidIdError, TokcapError
 from ..protocol import TokenSink
+from .capability import RolloutGuard, keep_out_of_logs, known_secrets, shown_tokens, without_tokens
 from .captured import CapturedRequest, check_key
 from .client import ClientGoneError
 from .engines import Server, server_of
@@ -23,7 +24,7 @@ from .policy import PolicyVersions
 from .refusals import RefusalError, intent_refusal, send_refusal
 from .request import Request, Serving, headers_of
 from .routes import Routes
-from .settings import serving_settings
+from .settings import ServingSettings, serving_settings
 from .urls import CaptureUrl, capture_url, may_be_captured
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class CaptureMiddleware:
         self._config = _capture_config(config)
         self._sink_given = None if _is_off(config) else sink
         self._routes = Routes(of_serving.routes)
+        self._guard = _guard(of_serving)
+        if self._guard:
+            keep_out_of_logs()
         self._servers: dict[int, Server] = {}
         self._open: set[asyncio.Task[Any]] = set()
         self._said: set[str] = set()
@@ -106,7 +110,11 @@ class CaptureMiddleware:
             url, problem = None, str(error)
         else:
             problem = ""
-            if url is None:
+            if url is not None and url.token is not None and not self._guard:
+                # To pass it would look as if it was checked.
+                problem = "the URL has a rollout token, and this server knows no tokcap_serving.rollout_secret"
+                url = None
+            elif url is None:
                 await self.app(scope, receive, send)
                 return
         if scope["type"] == "websocket":
@@ -122,11 +130,19 @@ class CaptureMiddleware:
         path = inner["path"][len(url.path_root) :]
         server = self._server(scope.get("app"))
         route = self._routes.find(str(scope["method"]), path, server.engine)
+        headers = headers_of(scope)
+        if not self._guard.admits(url.rollout_id, shown_tokens(url.token, headers)):
+            self._say_once("a capture URL was asked without the token of its rollout, and answered 403")
+            await send_refusal(RefusalError(403, "rollout token missing or wrong"), route.dialect, send)
+            return
+        kept = without_tokens(headers)
+        if len(kept) < len(headers):
+            inner["headers"] = headers = kept
         send = _through_prefix(url, scope, send)
         if not route.may_generate:
             await self.app(inner, receive, send)
             return
-        request = Request(url, route, server, inner, path, headers_of(scope), receive, send)
+        request = Request(url, route, server, inner, path, headers, receive, send)
         task = asyncio.current_task()
         if task is not None:
             self._open.add(task)
@@ -195,6 +211,13 @@ class CaptureMiddleware:
 
 def _capture_config(config: Any) -> TokenIdCaptureConfig:
     return token_id_capture_config(config_from_environment() if config is None else config)
+
+
+def _guard(settings: ServingSettings) -> RolloutGuard:
+    given = settings.rollout_secret or ()
+    return RolloutGuard(
+        known_secrets((given,) if isinstance(given, str) else given, settings.rollout_secret_file or "")
+    )
 
 
 def _is_off(config: Any) -> bool:

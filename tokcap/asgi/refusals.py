@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import FrozenError, InvalidIdError, RetiredError
+from ..errors import BusyError, FrozenError, InvalidIdError, NoSpaceError, RetiredError
 from .interface import Send
 
 __all__ = ("RefusalError", "error_body", "intent_refusal", "send_refusal")
@@ -15,6 +15,8 @@ __all__ = ("RefusalError", "error_body", "intent_refusal", "send_refusal")
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
+    408: "request_timeout",
     409: "rollout_frozen",
     410: "rollout_retired",
     413: "request_too_large",
@@ -23,17 +25,25 @@ _KINDS = {
     503: "capture_unavailable",
 }
 
+_RETRY_AFTER_S: dict[type[Exception], int] = {BusyError: 1, NoSpaceError: 30}
+"""A disk that can't follow may have caught up in a moment; somebody has to free space on one that is full."""
+_RETRY_AFTER_ELSE_S = 5
+
 
 class RefusalError(Exception):
     """A request that is not handed to the application, and why. `retry`: whether asking again may help."""
 
-    def __init__(self, status: int, message: str, *, retry: bool = False, body: Any = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, retry: bool = False, retry_after_s: int = 0, body: Any = None
+    ) -> None:
         super().__init__(message)
         self.body = body
         """In place of the one that the dialect has."""
         self.status = status
         self.message = message
         self.retry = retry
+        self.retry_after_s = retry_after_s
+        """When it is worth to ask again; 0: nothing is said of that."""
 
     def shaped(self, dialect: str) -> Any:
         """The JSON body of the answer."""
@@ -56,7 +66,12 @@ def intent_refusal(error: Exception, rollout_id: str) -> RefusalError:
         )
     if isinstance(error, InvalidIdError):
         return RefusalError(400, str(error))
-    return RefusalError(503, f"nothing was generated, because the call can't be captured: {error}", retry=True)
+    return RefusalError(
+        503,
+        f"nothing was generated, because the call can't be captured: {error}",
+        retry=True,
+        retry_after_s=_RETRY_AFTER_S.get(type(error), _RETRY_AFTER_ELSE_S),
+    )
 
 
 def error_body(dialect: str, status: int, message: str) -> dict[str, Any]:
@@ -73,5 +88,7 @@ async def send_refusal(refusal: RefusalError, dialect: str, send: Send) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if not refusal.retry:
         headers.append((b"x-should-retry", b"false"))
+    if refusal.retry_after_s:
+        headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

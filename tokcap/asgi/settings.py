@@ -6,6 +6,7 @@ In a configuration file, at the top level or under `env.nemo_gym`:
       engine: vllm                      # else found out: vllm, sglang, tgi, trtllm, other
       engine_version: "0.32.0"
       api_keys: ["${oc.env:API_KEY}"]   # that the server expects; strangers then leave no trace
+      rollout_secret_file: /run/secrets/rollouts   # each rollout is then written to with its token only
       sampling_overrides: {temperature: 1.0}
       policy_version_file: /run/policy-version
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -23,6 +24,7 @@ from ..config import load_config
 from ..config.arguments import resolved
 from ..config.values import nearest
 from ..errors import ConfigError
+from .discreet import Discreet
 
 __all__ = ("SERVING_BLOCK", "ServingSettings", "serving_settings")
 
@@ -32,8 +34,10 @@ SERVING_BLOCK = "tokcap_serving"
 """The key of the block in a configuration file."""
 
 
-class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ServingSettings(Discreet, frozen=True, kw_only=True):
     """Settings of `CaptureMiddleware`; each may also be given to it by name. Raises `ConfigError`."""
+
+    _hidden: ClassVar[tuple[str, ...]] = ("api_keys", "rollout_secret")
 
     engine: str = ""
     """`vllm`, `sglang`, `tgi`, `trtllm`, or `other`, which is asked for nothing; empty: found out, and taken for vLLM
@@ -43,6 +47,13 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     """Keys that the server expects, beside those that its own state shows. A captured request without one of them, as
     `Authorization: Bearer` or `x-api-key`, is answered 401 before anything is written."""
+    rollout_secret: str | tuple[str, ...] | None = None
+    """Of which rollout tokens are made, 16 bytes or more; several: all are accepted, so that one can follow another.
+    A request on a capture URL without the token of its rollout is answered 403 before anything is read or written; see
+    `tokcap.asgi.capability`. None: what `TOKCAP_ROLLOUT_SECRET` holds, separated by spaces."""
+    rollout_secret_file: str | None = None
+    """A file that holds them, one in a line, read when the server starts; beside `rollout_secret`. None: what
+    `TOKCAP_ROLLOUT_SECRET_FILE` names."""
     max_body_bytes: int = 256 * 2**20
     """Of a request body, decoded; a larger one is answered 413."""
     prompt_memory_bytes: int = PROMPT_MEMORY_BYTES
@@ -77,6 +88,11 @@ class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{SERVING_BLOCK}.prompt_memory_bytes is {self.prompt_memory_bytes}, expected a number from 0"
             )
+        if self.rollout_secret is not None and not (self.rollout_secret and all(self.rollout_secret)):
+            # Of a variable that isn't set, most likely: to take it for "no secret" would let everybody in.
+            raise ConfigError(f"{SERVING_BLOCK}.rollout_secret is empty: leave it out, or give a secret")
+        if self.rollout_secret_file == "":
+            raise ConfigError(f"{SERVING_BLOCK}.rollout_secret_file is empty: leave it out, or name a file")
         version = self.policy_version
         if version is not None and type(version) not in (str, int) and not callable(version):
             raise ConfigError(
@@ -101,7 +117,7 @@ def serving_settings(config: Any = None, **given: Any) -> ServingSettings:
     """
     if config is None and os.environ.get("TOKCAP_CONFIG"):
         config = load_config(os.environ["TOKCAP_CONFIG"])
-    values = {**_block(config), **given}
+    values = {**_secrets_of_environment(), **_block(config), **given}
     try:
         settings = msgspec.convert(values, ServingSettings)
     except msgspec.ValidationError as error:
@@ -115,6 +131,12 @@ def serving_settings(config: Any = None, **given: Any) -> ServingSettings:
             'config={"token_id_capture": {"enabled": True, "dir": "/var/lib/tokcap"}}'
         )
     return settings
+
+
+def _secrets_of_environment() -> dict[str, Any]:
+    secrets, path = os.environ.get("TOKCAP_ROLLOUT_SECRET"), os.environ.get("TOKCAP_ROLLOUT_SECRET_FILE")
+    found: dict[str, Any] = {} if secrets is None else {"rollout_secret": tuple(secrets.split())}
+    return found if path is None else {**found, "rollout_secret_file": path}
 
 
 def _block(config: Any) -> dict[str, Any]:

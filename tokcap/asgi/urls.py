@@ -1,4 +1,4 @@
-"""URLs that say what is captured: `/ng-rollout/<id>[/training-token-capture]/<rest>`.
+"""URLs that say what is captured: `/ng-rollout/<id>[~<token>][/training-token-capture]/<rest>`.
 
 The prefix is read where the server has it undecoded (`raw_path`, after `root_path`), so that a `%2F` in an id is
 seen as what it is; one level of it is taken off, and query and percent-encoding of the rest stay as they are.
@@ -6,14 +6,15 @@ seen as what it is; one level of it is taken off, and query and percent-encoding
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote, unquote, unquote_to_bytes, urlsplit, urlunsplit
-
-import msgspec
 
 from ..errors import InvalidIdError, InvalidOptionError
 from ..ids import check_rollout_id
+from .capability import LONGEST_TOKEN, SEPARATOR, rollout_token
+from .discreet import Discreet
 from .interface import Scope
 
 __all__ = ("CaptureUrl", "capture_url", "may_be_captured", "rollout_base_url")
@@ -21,12 +22,15 @@ __all__ = ("CaptureUrl", "capture_url", "may_be_captured", "rollout_base_url")
 
 _PREFIX = "/ng-rollout/"
 _TRAINING = "/training-token-capture"
-_LONGEST_ID = 700
-"""Bytes of an encoded id that are looked at: 200 characters, each at most three bytes."""
+_LONGEST_SEGMENT = 3 * (200 + 1 + LONGEST_TOKEN)
+"""Bytes of an id and a token, each character at most three bytes."""
+_TOKEN = re.compile(rf"[A-Za-z0-9_-]{{22,{LONGEST_TOKEN}}}")
 
 
-class CaptureUrl(msgspec.Struct, frozen=True):
+class CaptureUrl(Discreet, frozen=True):
     """What the prefix of a URL says."""
+
+    _hidden: ClassVar[tuple[str, ...]] = ("prefix", "token")
 
     rollout_id: str
     training: bool
@@ -39,6 +43,8 @@ class CaptureUrl(msgspec.Struct, frozen=True):
     """What the application is to see; begins with a slash."""
     path_root: str = ""
     """What of `root_path` stands in the decoded path: older servers take it off there, and leave it in `raw_path`."""
+    token: bytes | None = None
+    """The token of the rollout that stands behind its id; None without."""
 
     def stripped(self, scope: Scope) -> dict[str, Any]:
         """The scope without the prefix; the given one is left as it is."""
@@ -88,26 +94,47 @@ def capture_url(scope: Scope) -> CaptureUrl | None:
         raise InvalidIdError(f"the prefix {_PREFIX} of a capture URL must not be percent-encoded")
     segment, _, after = rest[len(_PREFIX) :].partition(b"/")
     rest = b"/" + after if rest[len(_PREFIX) + len(segment) :] else b""
-    rollout_id = check_rollout_id(unquote_to_bytes(segment[:_LONGEST_ID]).decode("utf-8", "replace"))
+    if len(segment) > _LONGEST_SEGMENT:
+        raise InvalidIdError(
+            f"the rollout id of a capture URL takes {len(segment)} bytes, and has 200 characters at most"
+        )
+    name, mark, token = unquote_to_bytes(segment).partition(SEPARATOR.encode())
+    rollout_id = check_rollout_id(name.decode("utf-8", "replace"))
     prefix = _PREFIX.encode() + segment
     training = _below(rest, _TRAINING.encode())
     if training:
         prefix += _TRAINING.encode()
         rest = rest[len(_TRAINING) :]
-    return CaptureUrl(rollout_id, training, root, prefix, rest or b"/", path_root)
+    return CaptureUrl(rollout_id, training, root, prefix, rest or b"/", path_root, token if mark else None)
 
 
-def rollout_base_url(base: str, rollout_id: str, training: bool = True, *, openai: bool | None = None) -> str:
+def rollout_base_url(
+    base: str,
+    rollout_id: str,
+    training: bool = True,
+    *,
+    openai: bool | None = None,
+    token: str | None = None,
+    secret: str | None = None,
+) -> str:
     """The base URL for the agent of one rollout.
 
     base: of the server, as `http://host:8000` or, for clients of OpenAI, `http://host:8000/v1`; then, or with
     `openai=True`, the prefix goes before `/v1`, which such clients expect at the end. Clients of Anthropic want the
-    root. training: whether token ids are to be captured.
+    root. training: whether token ids are to be captured. token: of the rollout, for servers that have a
+    `rollout_secret` (see `tokcap.asgi.capability`); secret: makes it here, for who knows the secret. A URL with a token
+    is as good as a key: the agent gets no other one.
 
     Raises `InvalidIdError`, and `InvalidOptionError` for a base that is no http URL, has a query or a fragment, or is
-    the one of a rollout already.
+    the one of a rollout already, and for a token or a secret that can be none.
     """
     check_rollout_id(rollout_id)
+    if token is not None and secret is not None:
+        raise InvalidOptionError("both a token and a secret are given: the secret makes the token")
+    if secret is not None:
+        token = rollout_token(secret, rollout_id)
+    if token is not None and not _TOKEN.fullmatch(token):
+        raise InvalidOptionError("the rollout token is none: it has 22 characters or more, of A-Z a-z 0-9 _ -")
     try:
         scheme, host, path, query, fragment = urlsplit(base)
     except ValueError:
@@ -120,7 +147,8 @@ def rollout_base_url(base: str, rollout_id: str, training: bool = True, *, opena
     versioned = path.endswith("/v1")
     root = path.removesuffix("/v1") if versioned else path
     end = "/v1" if (versioned if openai is None else openai) else ""
-    return urlunsplit((scheme, host, f"{root}{_PREFIX}{rollout_id}{_TRAINING if training else ''}{end}", "", ""))
+    segment = rollout_id if token is None else f"{rollout_id}{SEPARATOR}{token}"
+    return urlunsplit((scheme, host, f"{root}{_PREFIX}{segment}{_TRAINING if training else ''}{end}", "", ""))
 
 
 def _below(path: Any, root: Any) -> bool:

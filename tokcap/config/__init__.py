@@ -9,6 +9,9 @@
       rebuild_response: true        # false: a framework reads by itself
       max_mask_fraction: null       # stop the run above this part of masked rollouts
       mask_fraction_min_samples: 50
+      min_free_bytes: null          # no call begins while less is free; null: 1% of the disk, 64 MB at most
+      min_free_inodes: null         # likewise; null: 1%, 1,000 at most
+      max_pending_bytes: 1073741824 # no call begins while as much waits for the disk
     model_call_capture_dir: /data   # evaluation records; the directory if the block has none
     observability_enabled: false    # evaluation capture; independent of the block
 

@@ -27,6 +27,9 @@ RULES: dict[str, Rule] = {
     "rebuild_response": values.BOOL,
     "max_mask_fraction": values.FRACTION,
     "mask_fraction_min_samples": values.COUNT,
+    "min_free_bytes": values.FLOOR,
+    "min_free_inodes": values.FLOOR,
+    "max_pending_bytes": values.COUNT,
 }
 
 
@@ -51,6 +54,12 @@ class TokenIdCaptureSettings(msgspec.Struct, frozen=True, kw_only=True):
     """From 0 to 1: the run stops if a larger part of its rollouts delivers nothing to train on. None: no limit."""
     mask_fraction_min_samples: int = 50
     """How many finished rollouts it takes before that limit applies."""
+    min_free_bytes: int | None = None
+    """Of the file store: no call begins while less is free on its disk. None: a hundredth of it, 64 MB at most."""
+    min_free_inodes: int | None = None
+    """Likewise. None: a hundredth, 1,000 at most."""
+    max_pending_bytes: int = 1 << 30
+    """Of the file store of each process: no call begins while as much waits for the disk, and records wait for room."""
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():

@@ -38,12 +38,20 @@ class _Process:
                 logger.warning(message)
 
 
-_processes: dict[int, _Process] = {}
-"""By process id, so that a forked child finds nothing, not even a lock that another thread held in its parent."""
+_process = _Process()
+
+
+def _begin_anew() -> None:
+    """In a forked child, where not even the lock is of use: a thread of the parent may hold it."""
+    global _process
+    _process = _Process()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _here() -> _Process:
-    return _processes.setdefault(os.getpid(), _Process())
+    return _process
 
 
 def process_sink(config: Any) -> TokenSink | None:
@@ -63,7 +71,7 @@ def process_sink(config: Any) -> TokenSink | None:
             _here().say_once("a sink is installed in this process: nothing is written to the configured directory")
         return installed
     if directory is not None:
-        return _store(str(directory))
+        return _store(str(directory), config)
     if config.token_id_capture.rebuild_response:
         raise ConfigError(
             "token_id_capture has neither a directory nor a sink, and the sink that was installed in this process is "
@@ -94,7 +102,7 @@ def process_source(config: Any) -> TokenSource | None:
     directory = config.resolved_dir()
     # A custom sink writes elsewhere: from the directory there would come empty snapshots.
     if not custom and sink is None and directory is not None:
-        return _store(str(directory))
+        return _store(str(directory), config)
     raise ConfigError(
         "token_id_capture.rebuild_response is true, but this process has nothing to read rollouts from: "
         "install_token_source(...) with the source that belongs to the sink, or set "
@@ -140,13 +148,20 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
         return False
 
 
-def _store(directory: str) -> FileStore:
-    """One for sink and source: that a put needs an intent changes nothing for a reader."""
+def _store(directory: str, config: TokenIdCaptureConfig) -> FileStore:
+    """One for sink and source: that a put needs an intent changes nothing for a reader. The first one's bounds hold."""
     from ..store import FileStore
 
     directory, here = os.path.abspath(directory), _here()
     with here.guard:
         store = here.stores.get(directory)
         if store is None or store.closed:
-            store = here.stores[directory] = FileStore(directory, require_intent=True)
+            block = config.token_id_capture
+            store = here.stores[directory] = FileStore(
+                directory,
+                require_intent=True,
+                min_free_bytes=block.min_free_bytes,
+                min_free_inodes=block.min_free_inodes,
+                max_pending_bytes=block.max_pending_bytes,
+            )
         return store

@@ -49,6 +49,10 @@ COUNT = Rule(
     "a whole number from 1",
     lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
 )
+FLOOR = Rule(
+    "a whole number from 0, or null",
+    lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0),
+)
 
 
 def accepted(path: str, value: object, rule: Rule, raw: str | None = None) -> object:

@@ -17,6 +17,7 @@ from .address import upstream_address
 from .headers import framing_problem
 from .options import ServeOptions, options_from_environment
 from .own_routes import OwnRoutes
+from .patience import PatientReceive, SlowClientError, StartedSend
 from .proxied import ProxiedApp, send_error
 from .upstream import Upstream, detect
 
@@ -55,6 +56,7 @@ class ServedApp:
             timeout_s=options.timeout_s,
             api_key=settings.api_keys[0] if settings.api_keys else "",
         )
+        self._client_timeout_s = options.client_timeout_s
         self._proxied = ProxiedApp(self._upstream)
         self._own = OwnRoutes(self._upstream, lambda: self._engine)
         # Also before the engine is known: what is wrong in the configuration is to be said at once.
@@ -67,9 +69,20 @@ class ServedApp:
             return
         self._running += 1
         try:
-            await self._answer(scope, receive, send)
+            if self._client_timeout_s is None or scope["type"] != "http":
+                await self._answer(scope, receive, send)
+            else:
+                await self._in_time(scope, PatientReceive(receive, self._client_timeout_s), StartedSend(send))
         finally:
             self._running -= 1
+
+    async def _in_time(self, scope: Scope, receive: PatientReceive, send: StartedSend) -> None:
+        try:
+            await self._answer(scope, receive, send)
+        except SlowClientError as error:
+            if not send.started:  # else the server breaks off an answer that isn't whole
+                close = [(b"connection", b"close"), (b"x-should-retry", b"false")]
+                await send_error(send, 408, str(error), scope.get("raw_path") or b"", close)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = _origin_form(scope)

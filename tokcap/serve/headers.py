@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..asgi.capability import TOKEN_HEADER
 from ..asgi.interface import Headers
 from .address import UpstreamAddress
 
@@ -19,8 +20,8 @@ _ONE_CONNECTION = frozenset(
         *(b"proxy-authenticate", b"proxy-authentication-info", b"proxy-authorization", b"proxy-connection"),
     )
 )
-_ANSWERED_HERE = frozenset((b"host", b"content-length", b"expect", b"x-forwarded-for"))
-"""Of a request: replaced, or (`expect`) fulfilled by the server in front."""
+_ANSWERED_HERE = frozenset((b"host", b"content-length", b"expect", b"x-forwarded-for", TOKEN_HEADER))
+"""Of a request: replaced, fulfilled by the server in front (`expect`), or nothing that the engine is to know."""
 _WITHOUT_BODY = (204, 304)
 
 

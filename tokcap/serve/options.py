@@ -6,6 +6,8 @@
 | `TOKCAP_ENGINE`, `TOKCAP_ENGINE_VERSION` | which one it is, if it is not to be asked |
 | `TOKCAP_API_KEY` | the keys that it expects, separated by spaces |
 | `TOKCAP_TIMEOUT` | seconds that an answer may pause |
+| `TOKCAP_CLIENT_TIMEOUT` | seconds that a client may take over its request, 60 without; 0: for ever |
+| `TOKCAP_ROLLOUT_SECRET`, `TOKCAP_ROLLOUT_SECRET_FILE` | what makes rollout tokens: see `tokcap.asgi.capability` |
 | `TOKCAP_DIR`, `TOKCAP_CONFIG` | where and how is captured: see `tokcap.config` |
 
 So `uvicorn --factory tokcap.serve.app:make_app` with these set is the same proxy without the command.
@@ -16,9 +18,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from typing import ClassVar
 
-import msgspec
-
+from ..asgi.discreet import Discreet
 from ..errors import ConfigError, InvalidOptionError
 from .address import upstream_address
 
@@ -27,8 +29,10 @@ __all__ = ("LOG_LEVELS", "ServeOptions", "options_from_environment")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ServeOptions(Discreet, frozen=True, kw_only=True):
     """One proxy. Raises `InvalidOptionError` for what can't be."""
+
+    _hidden: ClassVar[tuple[str, ...]] = ("api_keys",)
 
     upstream: str
     """URL of the engine: scheme, host, port, and a path if it lies under one."""
@@ -44,6 +48,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that the engine expects: a captured request without one of them leaves no trace."""
     timeout_s: float | None = None
     """How long an answer may pause; None: for ever."""
+    client_timeout_s: float | None = 60.0
+    """How long a client may take over the head and the body of its request (see `tokcap.serve.patience`); None: for
+    ever."""
     graceful_timeout_s: float | None = None
     """How long open calls may take after the first signal; None: as long as they need."""
     log_level: str = "info"
@@ -54,7 +61,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidOptionError(f"port is {self.port}, expected a number from 0 to 65535")
         if self.workers < 1:
             raise InvalidOptionError(f"workers is {self.workers}, expected a number from 1")
-        for name in ("timeout_s", "graceful_timeout_s"):
+        for name in ("timeout_s", "client_timeout_s", "graceful_timeout_s"):
             seconds = getattr(self, name)
             if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
                 raise InvalidOptionError(f"{name} is {seconds}, expected a number of seconds above 0")
@@ -73,6 +80,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "TOKCAP_ENGINE_VERSION": self.engine_version,
             "TOKCAP_API_KEY": " ".join(self.api_keys),
             "TOKCAP_TIMEOUT": "" if self.timeout_s is None else repr(self.timeout_s),
+            "TOKCAP_CLIENT_TIMEOUT": repr(self.client_timeout_s or 0.0),
         }
 
 
@@ -82,15 +90,19 @@ def options_from_environment(environment: Mapping[str, str] | None = None) -> Se
     upstream = found.get("TOKCAP_UPSTREAM", "")
     if not upstream:
         raise ConfigError("TOKCAP_UPSTREAM is not set: it names the engine, as in http://127.0.0.1:8000")
-    timeout = found.get("TOKCAP_TIMEOUT", "")
-    try:
-        timeout_s = float(timeout) if timeout else None
-    except ValueError:
-        raise InvalidOptionError(f"TOKCAP_TIMEOUT is {timeout!r}, expected a number of seconds above 0") from None
     return ServeOptions(
         upstream=upstream,
         engine=found.get("TOKCAP_ENGINE", ""),
         engine_version=found.get("TOKCAP_ENGINE_VERSION", ""),
         api_keys=tuple(found.get("TOKCAP_API_KEY", "").split()),
-        timeout_s=timeout_s,
+        timeout_s=_seconds(found, "TOKCAP_TIMEOUT", None),
+        client_timeout_s=_seconds(found, "TOKCAP_CLIENT_TIMEOUT", 60.0) or None,
     )
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float | None) -> float | None:
+    text = environment.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise InvalidOptionError(f"{name} is {text!r}, expected a number of seconds above 0") from None

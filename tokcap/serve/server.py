@@ -24,11 +24,13 @@ from typing import Any
 import uvicorn
 import uvicorn.config
 
+from ..asgi.capability import WithoutTokens
 from ..errors import TokcapError
 from .address import upstream_address
 from .app import ServedApp
 from .collecting import collect_rarely
 from .options import ServeOptions
+from .patience import patient_protocol
 
 __all__ = (
     "FAILED_TO_START",
@@ -84,6 +86,7 @@ def server_of(options: ServeOptions, app: ServedApp, *, alone: bool = True) -> P
     """The server of one process; to be run with a listening socket."""
     config = uvicorn.Config(
         app,
+        http=patient_protocol(options.client_timeout_s),
         interface="asgi3",
         lifespan="on",
         ws="none",
@@ -132,5 +135,9 @@ def _logging(level: str) -> dict[str, Any]:
     """uvicorn's configuration, and the same for what tokcap logs."""
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     name = "DEBUG" if level == "trace" else level.upper()
+    # What a request shows in its URL: rollout tokens, and keys in a query.
+    config["filters"] = {"without_tokens": {"()": WithoutTokens, "queries": True}}
+    for logger_name in ("uvicorn.access", "uvicorn.asgi"):
+        config["loggers"].setdefault(logger_name, {})["filters"] = ["without_tokens"]
     config["loggers"]["tokcap"] = {"handlers": ["default"], "level": name, "propagate": False}
     return config

@@ -26,6 +26,7 @@ sent while they do is lost, and may not be repeated."""
 _ASK_S = 10.0
 """For an answer to a question of the proxy itself."""
 _LARGEST_ANSWER = 2**20
+_LONGEST_VERSION = 100
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm"}
 """What `/v1/models` gives as the owner of a model, and the engine that does."""
 
@@ -189,4 +190,5 @@ async def _asked(client: Upstream, path: bytes) -> Mapping[str, Any]:
 
 def _version(told: Mapping[str, Any]) -> str:
     version = told.get("version")
-    return version if isinstance(version, str) else ""
+    # It is logged and stored: an engine could write whole lines into the log.
+    return version if isinstance(version, str) and version.isprintable() and len(version) <= _LONGEST_VERSION else ""

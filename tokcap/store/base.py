@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import stat
 import threading
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ClosedError, InvalidOptionError, ReadOnlyError, StoreNotFoundError, TokcapError
+from ..errors import ClosedError, InvalidOptionError, ReadOnlyError, StoreNotFoundError
+from ..protocol import Pending
+from .admission import Admission, Limits
+from .ending import End, let_go, let_go_of_dropped
 from .engine import Engine
 from .files import Files, Modes
 from .layout import Layout, absolute
 from .liveness import Liveness
 from .looking import Looker
-from .operations import Operation
+from .operations import Begin, Operation, Put, RecordOperation
 from .requests import Requests
 from .root import (
     boot_id,
@@ -31,7 +34,7 @@ from .root import (
     sync_threads_for,
 )
 from .sweep import Housekeeper
-from .waiters import Mailbox, in_thread
+from .waiters import Mailbox, in_thread, start_thread
 
 if TYPE_CHECKING:
     import asyncio
@@ -62,6 +65,10 @@ class StoreBase:
         segment_bytes: int = 64 << 20,
         max_entry_bytes: int = 1 << 30,
         cache_bytes: int = 256 << 20,
+        max_pending_bytes: int = 1 << 30,
+        max_pending_operations: int = 1 << 16,
+        min_free_bytes: int | None = None,
+        min_free_inodes: int | None = None,
         sync_threads: int | None = None,
         sweep_every_s: float = _HOUR,
         tombstone_age_s: float = 24 * _HOUR,
@@ -73,6 +80,10 @@ class StoreBase:
             segment_bytes=segment_bytes,
             max_entry_bytes=max_entry_bytes,
             cache_bytes=cache_bytes,
+            max_pending_bytes=max_pending_bytes,
+            max_pending_operations=max_pending_operations,
+            min_free_bytes=0 if min_free_bytes is None else min_free_bytes,
+            min_free_inodes=0 if min_free_inodes is None else min_free_inodes,
             sync_threads=1 if sync_threads is None else sync_threads,
             sweep_every_s=sweep_every_s,
             tombstone_age_s=tombstone_age_s,
@@ -87,6 +98,10 @@ class StoreBase:
             "segment_bytes": segment_bytes,
             "max_entry_bytes": max_entry_bytes,
             "cache_bytes": cache_bytes,
+            "max_pending_bytes": max_pending_bytes,
+            "max_pending_operations": max_pending_operations,
+            "min_free_bytes": min_free_bytes,
+            "min_free_inodes": min_free_inodes,
             "sync_threads": sync_threads,
             "sweep_every_s": sweep_every_s,
             "tombstone_age_s": tombstone_age_s,
@@ -109,9 +124,10 @@ class StoreBase:
 
     def _start(self) -> None:
         """Everything that a fork must not share."""
-        self._pid = os.getpid()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may come in between
         self._engine: Engine | None = None
+        self._end = End()
+        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._requests = Requests(
             require_intent=self._settings["require_intent"], max_entry_bytes=self._settings["max_entry_bytes"]
         )
@@ -131,31 +147,49 @@ class StoreBase:
         engine = self._engine
         if engine is not None:
             return engine
-        settings = self._settings
-        if settings["read_only"]:
+        if self._settings["read_only"]:
             raise ReadOnlyError(f"{self._layout.root} was opened with read_only=True")
         with self._guard:
             if self._engine is None:
-                kind = open_root(self._files, self._layout, allow_unsafe_fs=settings["allow_unsafe_fs"])
-                _ROOTS.add(self._layout.root)
-                self._engine = Engine(
-                    self._files,
-                    self._layout,
-                    boot_id=self._boot_id,
-                    sync_threads=settings["sync_threads"] or sync_threads_for(kind),
-                    # Who says how many threads wait for the device wants threads.
-                    kernel_syncs=0 if settings["sync_threads"] else kernel_syncs_for(kind),
-                    free_syncs=is_memory(kind),
-                    cache_bytes=settings["cache_bytes"],
-                    segment_bytes=settings["segment_bytes"],
-                    descriptors=_descriptor_budget(),
-                    lock_timeout_s=settings["lock_timeout_s"],
-                    spaced=is_faster_with_space(kind),
-                )
-                if settings["sweep_every_s"]:
-                    let_go = functools.partial(_let_go, self._engine, self._liveness)
-                    self._housekeeper = Housekeeper(self, type(self)._sweep_if_due, let_go, first_s=1.0, then_s=60.0)
-            return self._engine
+                self._start_engine()
+        # A signal handler may have closed it meanwhile.
+        return self._running()
+
+    def _start_engine(self) -> None:
+        settings = self._settings
+        kind = open_root(self._files, self._layout, allow_unsafe_fs=settings["allow_unsafe_fs"])
+        _ROOTS.add(self._layout.root)
+        limits = Limits(
+            settings["max_pending_bytes"],
+            settings["max_pending_operations"],
+            settings["min_free_bytes"],
+            settings["min_free_inodes"],
+            settings["lock_timeout_s"],
+        )
+        root = self._layout.root
+        engine = Engine(
+            self._files,
+            self._layout,
+            Admission(root, limits, partial(self._files.free_space, root)),
+            boot_id=self._boot_id,
+            sync_threads=settings["sync_threads"] or sync_threads_for(kind),
+            # Who says how many threads wait for the device wants threads.
+            kernel_syncs=0 if settings["sync_threads"] else kernel_syncs_for(kind),
+            free_syncs=is_memory(kind),
+            cache_bytes=settings["cache_bytes"],
+            segment_bytes=settings["segment_bytes"],
+            descriptors=_descriptor_budget(),
+            lock_timeout_s=settings["lock_timeout_s"],
+            spaced=is_faster_with_space(kind),
+        )
+        if self._engine is not None or self._closed:  # by a signal handler that came in between
+            engine.close()
+            return
+        self._finalizer = weakref.finalize(self, let_go_of_dropped, engine, self._liveness)
+        self._finalizer.atexit = False
+        self._engine = engine
+        if settings["sweep_every_s"]:
+            self._housekeeper = Housekeeper(self, type(self)._sweep_if_due, first_s=1.0, then_s=60.0)
 
     def _looking(self) -> Looker:
         if self._closed:
@@ -173,26 +207,57 @@ class StoreBase:
             if mailbox is None:
                 mailbox = self._mailboxes[loop] = Mailbox(loop)
             self._mailbox = mailbox
+        mailbox.look_again()
         future: asyncio.Future[Any] = loop.create_future()
         operation.waiter = (mailbox, future)
         return future
 
     async def _await(self, operation: Operation) -> Any:
         engine = self._running()
-        future = self._future(operation)
-        engine.submit(operation)
+        try:
+            if type(operation) is Put:
+                await engine.admission.put_soon(operation)
+            else:
+                self._let_in(engine.admission, operation)
+            future = self._future(operation)
+            engine.submit(operation)
+        except BaseException:
+            engine.admission.leave(operation)
+            raise
         try:
             return await future
         finally:
             del future, operation  # an error would hold itself, and entries, until a garbage collection
 
     def _call(self, operation: Operation) -> Any:
-        return self._running().call(operation)
+        engine = self._running()
+        try:
+            self._let_in(engine.admission, operation)
+            return engine.call(operation)
+        except BaseException:
+            engine.admission.leave(operation)
+            raise
+
+    @staticmethod
+    def _let_in(admission: Admission, operation: Operation) -> None:
+        """Count an operation among those that wait for the disk; a put may have to wait, a begin be refused."""
+        if isinstance(operation, Put):
+            admission.put(operation)
+        elif isinstance(operation, Begin):
+            admission.begin(operation)
+        elif isinstance(operation, RecordOperation):
+            admission.count(operation)
 
     def _sweep_if_due(self) -> None:
         raise NotImplementedError
 
     # ---- the end, forks, copies
+
+    @property
+    def pending(self) -> Pending:
+        """What this object has taken in that is not durable yet."""
+        engine = self._engine
+        return Pending(0, 0, 0) if engine is None else engine.admission.pending
 
     @property
     def closed(self) -> bool:
@@ -201,19 +266,32 @@ class StoreBase:
 
     async def close(self) -> None:
         """Finish what is queued, seal the segments of this object, free its threads and descriptors. Repeatable."""
-        if not self._closed:
+        if not self._closed or not self._end.is_over:
             await in_thread(self.close_now)
 
     def close_now(self) -> None:
-        """`close`, blocking."""
-        with self._guard:
-            engine, self._engine = self._engine, None
-            already, self._closed = self._closed, True
-        if already:
-            return
+        """`close`, blocking. Whoever calls it while another thread, or a signal handler, closes waits for that.
+
+        An exception of a signal handler ends the wait, and not the closing.
+        """
+        self._closed = True
+        engine, liveness, end = self._engine, self._liveness, self._end
         if self._housekeeper is not None:
             self._housekeeper.stop()
-        errors = [] if engine is None else _let_go(engine, self._liveness)
+        if engine is None:
+            end.close(list)
+        elif not end.is_over and threading.current_thread() is threading.main_thread():
+            # A signal handler may raise here, or close: the work is done where it can't.
+            try:
+                start_thread(partial(end.close, partial(let_go, engine, liveness)), "tokcap-close")
+            except OSError:
+                end.close(partial(let_go, engine, liveness))
+        else:
+            end.close(partial(let_go, engine, liveness))
+        errors = end.wait()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._engine = None
         if errors:
             raise errors[0]
 
@@ -236,6 +314,8 @@ class StoreBase:
         return f"FileStore({self._layout.root!r})"
 
     def _after_fork(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer.detach()  # the engine is the parent's
         if self._engine is not None:
             self._engine.abandon()
         self._liveness.abandon()
@@ -245,14 +325,16 @@ class StoreBase:
         self._start()
 
 
-def _let_go(engine: Engine, liveness: Liveness) -> list[TokcapError]:
-    try:
-        return engine.close()
-    finally:
-        liveness.end()
-
-
-_LEAST: dict[str, int] = {"segment_bytes": 1, "max_entry_bytes": 1, "cache_bytes": 0, "sync_threads": 1}
+_LEAST: dict[str, int] = {
+    "segment_bytes": 1,
+    "max_entry_bytes": 1,
+    "cache_bytes": 0,
+    "max_pending_bytes": 1,
+    "max_pending_operations": 1,
+    "min_free_bytes": 0,
+    "min_free_inodes": 0,
+    "sync_threads": 1,
+}
 """Options that are whole numbers, and the least that they may be; the others are seconds."""
 
 

@@ -10,13 +10,26 @@ import weakref
 from .files import Files
 from .frame import Buffer
 
-__all__ = ("map_or_read",)
+__all__ = ("map_or_read", "size_to_read")
+
+_LARGE = 256 << 20
+"""Bytes; segments are smaller, unless a single entry is as large."""
 
 _MAP_FROM_BYTES = 128 << 10
 """Smaller files are read instead: as fast, and a mapping costs a descriptor for as long as it lives."""
 
 _MAPPED: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 """Every live mapping of this process."""
+
+
+def size_to_read(files: Files, fd: int) -> int:
+    """How many bytes of an open file are worth reading: its size; of a large one that is mostly holes, which cost
+    nobody anything, those before the first hole."""
+    there = files.fstat(fd)
+    size = there.st_size
+    if size < _LARGE or 4 * 512 * there.st_blocks >= size:
+        return size
+    return files.first_hole(fd, size)
 
 
 def map_or_read(files: Files, fd: int, length: int) -> Buffer:

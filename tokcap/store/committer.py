@@ -1,4 +1,5 @@
-"""The committer: one thread that writes batches for all open rollouts, while the kernel syncs those before them.
+"""The committer: one thread that takes in what callers ask for, and writes batches for all open rollouts, while the
+kernel syncs those before them.
 
 Writing a batch is a handful of short calls; done by many threads at once they would spend their time handing each
 other the interpreter. So one thread encodes and writes, has the kernel sync the files (`syncs`; threads that do nothing
@@ -23,9 +24,12 @@ from .operations import Operation, RecordOperation
 from .queue import Queued
 from .serving import Commit, Server, fail
 from .syncs import KernelSyncs, Sync
-from .waiters import start_thread
+from .waiters import ThreadWaiter, start_thread
 
-__all__ = ("Committer",)
+__all__ = ("Committer", "Errand")
+
+Errand = Callable[[], None]
+"""Something short that the committer is asked to do in its turn."""
 
 _STARTED_AT_ONCE = 8
 """Syncs, while more is to be written: the device has something to do meanwhile."""
@@ -37,7 +41,12 @@ logger = logging.getLogger("tokcap.store")
 
 
 class Committer:
-    """`take` a queued rollout; `elsewhere` gets those that are not for the short path, `leave` those that are done."""
+    """`take` what is to be done. `arrived` queues operations, `refused` gets those that came after the end; `elsewhere`
+    gets rollouts that are not for the short path, `leave` those that are done.
+
+    Whoever hands something over does it with one call that takes no lock: it may be the main thread, where a signal
+    handler may raise, or use the store itself, at any point.
+    """
 
     def __init__(
         self,
@@ -47,6 +56,8 @@ class Committer:
         kernel_syncs: int,
         free_syncs: bool,
         most_unsynced: int,
+        arrived: Callable[[Operation], Queued | None],
+        refused: Callable[[list[Operation]], None],
         pending: Callable[[Queued], list[Operation]],
         elsewhere: Callable[[Queued, list[Operation]], None],
         leave: Callable[[Queued, list[Operation]], None],
@@ -56,8 +67,9 @@ class Committer:
         self._sync_threads = sync_threads
         self._most_unsynced = max(sync_threads, most_unsynced)
         """Rollouts between write and acknowledgement; each of them needs its descriptors."""
+        self._arrived, self._refused = arrived, refused
         self._pending, self._elsewhere, self._leave, self._deliver = pending, elsewhere, leave, deliver
-        self._inbox: Inbox[Queued | None] = Inbox()
+        self._inbox: Inbox[Queued | Operation | Errand | None] = Inbox()
         self._kernel: KernelSyncs | None = None
         if kernel_syncs:
             self._use_kernel(kernel_syncs, most_unsynced)
@@ -68,71 +80,107 @@ class Committer:
         """Rollouts that are not written yet because too many others are unsynced."""
         self._syncing = 0
         self._threads: list[threading.Thread] = []
-        self._starting = threading.Lock()
+        """Those that wait for the device."""
+        self._role = threading.Lock()
+        """Held for ever by the one thread that is the committer."""
+        self._has_thread = False
+        self._ended = False
 
     def _use_kernel(self, most: int, most_unsynced: int) -> None:
         try:
-            inbox: BellInbox[Queued | None] = BellInbox()
+            inbox: BellInbox[Queued | Operation | Errand | None] = BellInbox()
         except OSError:
             return  # no descriptor left for it: threads do without
         self._kernel = self._server.files.kernel_syncs(most, inbox.bell)
-        if self._kernel is None:
-            inbox.close()
-        else:
+        if self._kernel is not None:
             self._inbox = inbox
             # Not more because of threads: a first put has five descriptors open.
             self._most_unsynced = min(most_unsynced, self._kernel.most)
 
-    def take(self, queued: Queued) -> None:
-        """A rollout with operations. Raises `OSError` if there is no thread to take it."""
-        if not self._threads:
-            with self._starting:
-                if not self._threads:
-                    self._start(self._run, "tokcap-committer")
-        self._inbox.put(queued)
+    def take(self, item: Queued | Operation | Errand) -> None:
+        """An operation, a rollout with operations, or an errand. Raises `OSError` if there is no thread to take it."""
+        if not self._has_thread:
+            start_thread(self._run, "tokcap-committer")  # of several that may be started one stays
+            self._has_thread = True
+        inbox = self._inbox
+        inbox.put(item)
+        if self._ended:
+            self._refuse(inbox)
+
+    def flush(self) -> None:
+        """Wait until everything that was handed over before has been taken in."""
+        if self._has_thread:
+            waiter = ThreadWaiter()
+            self.take(waiter.wake)
+            waiter.wait()
 
     def stop(self) -> None:
-        """End the threads once the inbox is empty."""
-        if self._threads:
-            self._inbox.put(None)
+        """End the threads once the inbox is empty. What is handed over afterwards is refused."""
+        if self._role.acquire(blocking=False):
+            self._end()  # there is no thread, and there won't be any
         else:
-            self._close()
+            self._inbox.put(None)
 
     def abandon(self) -> None:
         """In a forked child: the threads and what the kernel does are the parent's."""
-        self._inbox.abandon()
-
-    def _close(self) -> None:
-        if self._kernel is not None:
-            self._kernel.close()
         self._inbox.close()
 
-    def _start(self, target: Callable[[], None], name: str) -> None:
-        self._threads.append(start_thread(target, name))
+    def _end(self) -> None:
+        self._ended = True
+        self._has_thread = True
+        for _ in self._threads:
+            self._to_sync.put(None)
+        if self._kernel is not None:
+            self._kernel.close()
+        inbox, self._inbox = self._inbox, Inbox()
+        self._refuse(inbox)
+
+    def _refuse(self, inbox: Inbox[Queued | Operation | Errand | None]) -> None:
+        """What came when nobody looked any more: it and the end can't both have missed each other."""
+        left = inbox.drain()
+        self._refused([item for item in left if isinstance(item, Operation)])
+        for item in left:
+            if item is not None and not isinstance(item, (Operation, Queued)):
+                item()
 
     def _run(self) -> None:
-        while True:
-            arrived = self._inbox.take()
-            stop = None in arrived
-            finished: list[Operation] = []
-            if self._kernel is not None and self._syncing:
-                self._collect(self._kernel, finished)
-            for queued in arrived:
-                if queued is None:
-                    continue
-                if queued.commit is None:
-                    self._backlog.append(queued)
-                else:
-                    self._syncing -= 1
-                    self._finish(queued, finished)
-            if finished:
-                self._deliver(finished)
-            self._write_all()
-            if stop:
-                for _ in self._threads[1:]:
-                    self._to_sync.put(None)
-                self._close()
-                return
+        if not self._role.acquire(blocking=False):
+            return
+        while not self._ended:
+            self._turn()
+
+    def _turn(self) -> None:
+        arrived = self._inbox.take()
+        finished: list[Operation] = []
+        if self._kernel is not None and self._syncing:
+            self._collect(self._kernel, finished)
+        for item in arrived:
+            if type(item) is Queued:
+                queued: Queued | None = item
+            elif isinstance(item, Operation):
+                queued = self._arrived(item)
+            else:
+                if item is not None:
+                    self._run_errand(item)  # type: ignore[arg-type]
+                continue
+            if queued is None:
+                continue
+            if queued.commit is None:
+                self._backlog.append(queued)
+            else:
+                self._syncing -= 1
+                self._finish(queued, finished)
+        if finished:
+            self._deliver(finished)
+        self._write_all()
+        if None in arrived:
+            self._end()
+
+    def _run_errand(self, errand: Errand) -> None:
+        try:
+            errand()
+        except BaseException:  # whatever it is, it never costs this thread
+            logger.exception("something that was asked of the committer failed")
 
     def _write_all(self) -> None:
         finished: list[Operation] = []
@@ -219,10 +267,10 @@ class Committer:
             self._syncing += 1
             self._to_sync.put(queued)
         try:
-            while len(self._threads) - 1 < min(self._sync_threads, self._syncing):
-                self._start(self._wait_for_device, "tokcap-sync")
+            while len(self._threads) < min(self._sync_threads, self._syncing):
+                self._threads.append(start_thread(self._wait_for_device, "tokcap-sync"))
         except OSError:  # no more threads: those that there are have to do
-            if len(self._threads) <= 1:
+            if not self._threads:
                 self._sync_here()
 
     def _sync(self, queued: Queued, finished: list[Operation]) -> None:

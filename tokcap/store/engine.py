@@ -4,11 +4,14 @@ Operations of one rollout are served in order, by one thread at a time; whatever
 shares the next write and sync (group commit without a timer). Different rollouts are synced at the same time, so that
 the journal of the file system merges them.
 
-    submit -> queue of the rollout -> committer   short path: a batch for an open rollout
-                                   -> workers     the rest: first puts, reloads, freezes, retirements, resets
-                                   -> usher       while another process holds the fence; then to the workers
-    call   -> the calling thread does it itself, if nobody serves the rollout at the moment (and it is not the main
-              thread, which a signal may interrupt anywhere)
+    submit -> committer -> queue of the rollout -> committer   short path: a batch for an open rollout
+                                                -> workers     the rest: first puts, reloads, freezes, resets ...
+                                                -> usher       while another process holds the fence; then the workers
+    call   -> the calling thread does it itself, if nobody serves the rollout at the moment
+
+In the main thread a signal handler may raise between any two calls, or use the store, or close it. So `submit` is one
+call that takes no lock, and `call` from the main thread is `submit` and a wait: everything that could be left half done
+is done by threads that no signal handler runs in.
 """
 
 from __future__ import annotations
@@ -17,15 +20,16 @@ import contextlib
 import os
 import threading
 import time
-import weakref
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from ..errors import ClosedError, TokcapError
-from .committer import Committer
-from .files import Files
+from .admission import Admission
+from .committer import Committer, Errand
+from .files import Files, durability_error
+from .kept import Kept
 from .layout import Layout
 from .lifecycle import Freeze, Lifecycle, Seal
 from .operations import Operation
@@ -38,31 +42,15 @@ from .waiters import ThreadWaiter, deliver, start_thread
 
 __all__ = ("Engine",)
 
-_EVICTED_AT_ONCE = 4
-"""By one operation, at most: more than it can add, few enough to be no burden."""
 
-_REMEMBERED = 20_000
-"""Rollout ids, about 2 MB."""
-
-_MOST_LOGS = 4096
-"""Rollouts kept in memory, however small: beside those at work there are those that nobody ever ends."""
-
-_COST_OF_A_HANDLE = 1000
-"""Bytes that an idle rollout without a log takes, roughly."""
-
-_ENGINES: dict[int, weakref.ref[Engine]] = {}
-"""Those of this process that are in use: they share its descriptors."""
-
-os.register_at_fork(after_in_child=_ENGINES.clear)
-
-
-class Engine:
+class Engine(Kept):
     """Serves operations for one store object."""
 
     def __init__(
         self,
         files: Files,
         layout: Layout,
+        admission: Admission,
         *,
         boot_id: str,
         sync_threads: int,
@@ -74,16 +62,10 @@ class Engine:
         lock_timeout_s: float,
         spaced: bool = False,
     ) -> None:
+        super().__init__(cache_bytes, descriptors)
         self.files, self.layout, self.boot_id = files, layout, boot_id
-        self.cache_bytes, self.segment_bytes = cache_bytes, segment_bytes
-        self.descriptors, self.lock_timeout_s, self.spaced = descriptors, lock_timeout_s, spaced
-        self._guard = threading.Lock()
-        self._queued: OrderedDict[str, Queued] = OrderedDict()
-        """Least recently used first."""
-        self._with_descriptors: OrderedDict[str, Queued] = OrderedDict()
-        self._cached_bytes = 0
-        self._unsealed: dict[str, None] = {}
-        """Rollouts that were dropped from memory while open; `close` seals them too."""
+        self.admission = admission
+        self.segment_bytes, self.lock_timeout_s, self.spaced = segment_bytes, lock_timeout_s, spaced
         self._server = Server(files, layout)
         self._committer = Committer(
             self._server,
@@ -91,11 +73,14 @@ class Engine:
             kernel_syncs=kernel_syncs,
             free_syncs=free_syncs,
             most_unsynced=max(1, descriptors // 8),
+            arrived=self._arrived,
+            refused=self._refused,
             pending=self._take_pending,
             elsewhere=self._work_on,
             leave=self._leave,
-            deliver=deliver,
+            deliver=self._deliver,
         )
+        admission.nudge = self._nudge
         self._usher = Usher(
             files, lock_timeout_s, entered=self._hand_to_worker, again=self._again, failed=self._waited_in_vain
         )
@@ -110,39 +95,89 @@ class Engine:
                 elsewhere=self._work_on,
                 wait=self._wait_for_fence,
                 leave=self._leave,
-                deliver=deliver,
+                deliver=self._deliver,
             )
         self._one_at_a_time = threading.Lock()
         self._most_workers = max(2, sync_threads)
         self._ready: SimpleQueue[Queued | None] = SimpleQueue()
         self._workers: list[threading.Thread] = []
         self.closed = False
-        others = list(_ENGINES.values())
-        key = id(self)
-        _ENGINES[key] = weakref.ref(self, lambda _: _ENGINES.pop(key, None))
-        for other in others:
-            engine = other()
-            if engine is not None:
-                engine.make_room()
+        self._share_descriptors()
 
     # ---- taking operations in
 
     def submit(self, operation: Operation) -> None:
-        """Queue an operation; its waiter is woken once it is done."""
-        queued = self._enqueue(operation)
-        if queued is not None:
-            self._pass_on(queued, operation)
+        """Hand over an operation; its waiter is woken once it is done. Raises what it can't be handed over for."""
+        if self.closed and not isinstance(operation, Seal):
+            raise self._is_closed()
+        operation.deadline = time.monotonic() + self.lock_timeout_s
+        self._hand_over(operation, operation.rollout_id)
 
     def submit_together(self, operations: Sequence[Freeze]) -> None:
         """`submit` freezes of several rollouts, which are then frozen in step."""
+        if self.closed:
+            raise self._is_closed()
+        deadline = time.monotonic() + self.lock_timeout_s
+        for operation in operations:
+            operation.deadline = deadline
+        if operations:
+            self._hand_over(partial(self._begin_together, operations), operations[0].rollout_id)
+
+    def _hand_over(self, item: Operation | Errand, rollout_id: str) -> None:
+        try:
+            self._committer.take(item)
+        except OSError as error:
+            path = self.layout.rollout(rollout_id)
+            raise durability_error(error, f"rollout {rollout_id}: nobody can serve it", path) from error
+
+    def _arrived(self, operation: Operation) -> Queued | None:
+        """An operation reached the committer; the rollout, if the committer is the one to serve it now."""
+        try:
+            queued = self._enqueue(operation)
+        except BaseException as error:
+            self._fail(operation, error)
+            return None
+        if queued is not None and self._workers and isinstance(operation, Lifecycle):
+            self._hand_to_worker(queued)  # where the committer would send it
+            return None
+        return queued
+
+    def _refused(self, operations: list[Operation]) -> None:
+        """They came after the end."""
+        for operation in operations:
+            self._fail(operation, self._is_closed())
+
+    def _fail(self, operation: Operation, error: BaseException) -> None:
+        fail([operation], error, self.layout.rollout(operation.rollout_id))
+        self._deliver([operation])
+
+    def _deliver(self, operations: list[Operation]) -> None:
+        """Wake those who wait for these; they wait for the disk no longer."""
+        self.admission.release(operations)
+        deliver(operations)
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(OSError):  # no thread: nothing waits, then
+            self._committer.take(self.admission.advance)
+
+    def _others_wait(self) -> int:
+        return self._usher.waiting
+
+    def _ask_for_room(self) -> None:
+        with contextlib.suppress(OSError):
+            self._committer.take(self.make_room)
+
+    def _is_closed(self) -> ClosedError:
+        return ClosedError(f"the store on {self.layout.root} is closed")
+
+    def _begin_together(self, operations: Sequence[Freeze]) -> None:
         together = self._together
         idle: list[Queued] = []
         for operation in operations:
             try:
                 queued = self._enqueue(operation)
-            except TokcapError as error:
-                operation.error = error
-                deliver([operation])
+            except BaseException as error:
+                self._fail(operation, error)
                 continue
             if queued is not None:
                 idle.append(queued)
@@ -160,12 +195,12 @@ class Engine:
     def call(self, operation: Operation) -> Any:
         """Do an operation and wait for it, in this thread if nobody serves its rollout."""
         waiter = operation.waiter = ThreadWaiter()
-        queued = self._enqueue(operation)
-        if queued is not None:
-            if threading.current_thread() is threading.main_thread():
-                # A signal handler may raise at any point of this thread: it only waits.
-                self._pass_on(queued, operation)
-            else:
+        if threading.current_thread() is threading.main_thread():
+            self.submit(operation)
+        else:
+            operation.deadline = time.monotonic() + self.lock_timeout_s
+            queued = self._enqueue(operation)
+            if queued is not None:
                 self._serve(queued)
         waiter.wait()
         error = operation.take_error()
@@ -176,33 +211,44 @@ class Engine:
                 del error
         return operation.result
 
-    def call_many(self, operations: Sequence[Operation]) -> list[Any]:
-        """Do several operations at once and wait for all; results and errors in the same order."""
+    def call_many(self, operations: Sequence[Operation], admit: Callable[[Operation], None] | None = None) -> list[Any]:
+        """Do several operations at once and wait for all; results and errors in the same order.
+
+        `admit` is asked before each of them is handed over, and may wait, or raise what becomes of it.
+        """
         waiters = []
         for operation in operations:
             operation.waiter = waiter = ThreadWaiter()
             waiters.append(waiter)
         freezes = [operation for operation in operations if isinstance(operation, Freeze)]
-        if len(freezes) == len(operations):
+        if freezes and len(freezes) == len(operations):
             self.submit_together(freezes)
         else:
             for operation in operations:
-                self.submit(operation)
+                try:
+                    if admit is not None:
+                        admit(operation)
+                    self.submit(operation)
+                except BaseException as error:
+                    self.admission.leave(operation)
+                    if not isinstance(error, TokcapError):
+                        raise
+                    operation.error = error
+                    operation.waiter.wake()
         for waiter in waiters:
             waiter.wait()
         results: list[Any] = []
         for operation in operations:
-            error = operation.take_error()
-            results.append(operation.result if error is None else error)
+            failure = operation.take_error()
+            results.append(operation.result if failure is None else failure)
         return results
 
     def _enqueue(self, operation: Operation) -> Queued | None:
         """The rollout, if somebody has to serve it now: it was idle."""
-        operation.deadline = time.monotonic() + self.lock_timeout_s
         rollout_id = operation.rollout_id
         with self._guard:
             if self.closed and not isinstance(operation, Seal):
-                raise ClosedError(f"the store on {self.layout.root} is closed")
+                raise self._is_closed()
             queued = self._queued.get(rollout_id)
             if queued is None:
                 rollout = Rollout(self.files, self.layout, rollout_id, self.boot_id, self.segment_bytes, self.spaced)
@@ -220,21 +266,6 @@ class Engine:
             operations = list(queued.pending)
             queued.pending.clear()
         return operations
-
-    def _pass_on(self, queued: Queued, operation: Operation) -> None:
-        if self._workers and isinstance(operation, Lifecycle):
-            self._hand_to_worker(queued)  # where the committer would send it
-        else:
-            self._to_committer(queued)
-
-    def _to_committer(self, queued: Queued) -> None:
-        try:
-            self._committer.take(queued)
-        except OSError as error:
-            operations = self._take_pending(queued)
-            fail(operations, error, queued.rollout.path)
-            self._leave(queued, operations)
-            deliver(operations)
 
     # ---- serving outside the committer
 
@@ -259,6 +290,7 @@ class Engine:
         while True:
             queued = self._ready.get()
             if queued is None:
+                self._ready.put(None)  # for the next one
                 return
             self._serve(queued)
 
@@ -275,7 +307,7 @@ class Engine:
             except BaseException as error:
                 fail(operations, error, rollout.path)
                 self._leave(queued, operations)
-                deliver(operations)
+                self._deliver(operations)
                 return
             if held == "busy":
                 self._wait_for_fence(queued, operations)
@@ -291,7 +323,7 @@ class Engine:
             fail([o for o in operations if o.error is None and o.result is None], error, rollout.path)
         self._server.leave(rollout)
         self._leave(queued, operations)
-        deliver(operations)
+        self._deliver(operations)
 
     def _wait_for_fence(self, queued: Queued, operations: list[Operation]) -> None:
         self._usher.take(queued, operations)
@@ -300,19 +332,26 @@ class Engine:
 
     def _leave(self, queued: Queued, operations: list[Operation]) -> None:
         """End a turn: count what the rollout holds, and let the next operations have theirs."""
-        log = queued.rollout.log
-        cost = _COST_OF_A_HANDLE if log is None else log.nbytes
         with self._guard:
-            self._cached_bytes += cost - queued.cost
-            queued.cost = cost
+            self._weigh(queued)
             again = bool(queued.pending)
             if not again:
                 queued.busy = False
                 self._evict(queued)
+                self._let_go_of_ended()
             else:
                 self._keep_descriptors(queued)
         if again:
             self._to_committer(queued)
+
+    def _to_committer(self, queued: Queued) -> None:
+        try:
+            self._committer.take(queued)
+        except OSError as error:  # there is no thread: a caller that served it itself was the first that came
+            operations = self._take_pending(queued)
+            fail(operations, error, queued.rollout.path)
+            self._leave(queued, operations)
+            self._deliver(operations)
 
     def _again(self, queued: Queued, operations: list[Operation]) -> None:
         self._work_on(queued, operations)
@@ -321,77 +360,7 @@ class Engine:
         fail(operations, error, queued.rollout.path)
         if last:
             self._leave(queued, operations)
-        deliver(operations)
-
-    # ---- bounds
-
-    def _evict(self, queued: Queued) -> None:
-        """Keep memory and descriptors within their bounds. The guard is held, `queued` is idle."""
-        rollout_id = queued.rollout.rollout_id
-        if queued.rollout.log is None:
-            # Absent, frozen or retired: nothing worth keeping.
-            queued.rollout.close_descriptors()
-            self._forget(rollout_id)
-            if queued.rollout.unstated:
-                self._remember_unsealed(rollout_id)
-        else:
-            self._keep_descriptors(queued)
-        for _ in range(_EVICTED_AT_ONCE):
-            if (self._cached_bytes <= self.cache_bytes and len(self._queued) <= _MOST_LOGS) or len(self._queued) <= 1:
-                break
-            name, oldest = next(iter(self._queued.items()))
-            self._queued.move_to_end(name)
-            if not oldest.busy:
-                oldest.rollout.drop()
-                oldest.rollout.close_descriptors()
-                self._forget(name)
-                self._remember_unsealed(name)
-
-    def _keep_descriptors(self, queued: Queued) -> None:
-        """Leave a rollout its descriptors, if there is room. The guard is held, and nobody serves it at the moment."""
-        rollout_id = queued.rollout.rollout_id
-        if rollout_id in self._with_descriptors:
-            self._with_descriptors.move_to_end(rollout_id)
-            if not self._has_too_many():
-                return
-        self._with_descriptors[rollout_id] = queued
-        self._free_descriptors()
-        if self._has_too_many():  # the others are all about to be served
-            queued.rollout.close_descriptors()
-            self._with_descriptors.pop(rollout_id, None)
-
-    def _has_too_many(self) -> bool:
-        held = 2 * (len(self._with_descriptors) + self._usher.waiting)
-        return held > self.descriptors // max(1, len(_ENGINES))
-
-    def _free_descriptors(self) -> None:
-        """Close those of rollouts that are idle, if with those that wait there are too many. The guard is held."""
-        table = self._with_descriptors
-        for _ in range(_EVICTED_AT_ONCE):
-            if not table or not self._has_too_many():
-                break
-            name, oldest = next(iter(table.items()))
-            table.move_to_end(name)
-            if not oldest.busy:
-                oldest.rollout.close_descriptors()
-                del table[name]
-
-    def make_room(self) -> None:
-        """Another engine has come: its share of the descriptors is left to it."""
-        with self._guard:
-            for _ in range(0, len(self._with_descriptors), _EVICTED_AT_ONCE):
-                self._free_descriptors()
-
-    def _forget(self, rollout_id: str) -> None:
-        queued = self._queued.pop(rollout_id, None)
-        self._with_descriptors.pop(rollout_id, None)
-        if queued is not None:
-            self._cached_bytes -= queued.cost
-
-    def _remember_unsealed(self, rollout_id: str) -> None:
-        self._unsealed[rollout_id] = None
-        while len(self._unsealed) > _REMEMBERED:
-            del self._unsealed[next(iter(self._unsealed))]
+        self._deliver(operations)
 
     # ---- the end
 
@@ -401,24 +370,18 @@ class Engine:
             if self.closed:
                 return []
             self.closed = True
+        self.admission.close()
+        self._committer.flush()  # what was asked for before is done
         self._await_idle()
         seals = [Seal(rollout_id) for rollout_id in dict.fromkeys([*self._unsealed, *self._queued])]
         errors = [error for error in self.call_many(seals) if isinstance(error, TokcapError)]
         self._await_idle()
-        with self._guard:
-            for queued in self._queued.values():
-                queued.rollout.drop()
-                queued.rollout.close_descriptors()
-            self._queued.clear()
-            self._with_descriptors.clear()
-            self._unsealed.clear()
+        self._drop_all()
         self._committer.stop()
         if self._together is not None:
             with self._one_at_a_time:
                 self._together.close()
-        for _ in self._workers:
-            self._ready.put(None)
-        _ENGINES.pop(id(self), None)
+        self._ready.put(None)
         return errors
 
     def _await_idle(self) -> None:

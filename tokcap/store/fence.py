@@ -18,8 +18,10 @@ lock takes 80 us and polls at 50 ms.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import struct
 import time
 
@@ -55,11 +57,22 @@ _IS_ANYBODY_WAITING = _request(fcntl.F_WRLCK, _QUEUE, 0)  # length 0: to the end
 
 
 def open_fence(files: Files, path: str) -> int | None:
-    """A descriptor on the rollout directory, or None if there is no such directory."""
+    """A descriptor on the rollout directory, or None if there is no such directory.
+
+    Raises `OSError` if a symlink on the way leads out of the store: others of its group may have put one there.
+    """
+    shard = os.path.dirname(path)
     try:
+        for above in (os.path.dirname(shard), shard):
+            _check_directory(files, above)
         return files.open_directory(path)
     except FileNotFoundError:
         return None
+
+
+def _check_directory(files: Files, path: str) -> None:
+    if not stat.S_ISDIR(files.stat(path).st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "it is not a directory, nor followed if it is a link", path)
 
 
 def lock(files: Files, fd: int) -> bool:

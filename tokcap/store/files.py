@@ -8,19 +8,38 @@ the second fsync succeeds and the data is lost, measured on Linux 6.18).
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import stat
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import DurabilityError
 from .frame import SPACE
 from .syncs import KernelSyncs
 
-__all__ = ("Files", "Modes")
+__all__ = ("Files", "FreeSpace", "Modes")
 
 _MAX_BUFFERS = 1000  # IOV_MAX is 1024
+_MEGABYTE = 1 << 20
+_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, since Linux 5.14
+
+_madvise = ctypes.CDLL(None).madvise  # that of `mmap` would stop every other thread meanwhile
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class FreeSpace(NamedTuple):
+    """What is free on a file system for users without privileges, and how much there is at all."""
+
+    bytes: int
+    all_bytes: int
+    inodes: int
+    all_inodes: int
+    """0 if they are not counted."""
 
 
 class Modes:
@@ -48,10 +67,19 @@ class Files:
     def mkdir(self, path: str) -> None:
         """Make one directory, with the store's permissions whatever the umask."""
         os.mkdir(path, 0o700)
-        if self.modes.group_id is not None:
-            os.chown(path, -1, self.modes.group_id)
-        if stat.S_IMODE(os.stat(path).st_mode) != self.modes.directory:
-            os.chmod(path, self.modes.directory)
+        if self.modes.group_id is None:
+            if stat.S_IMODE(os.stat(path).st_mode) != self.modes.directory:
+                os.chmod(path, self.modes.directory)
+            return
+        # Others of the group may put a symlink into its place at once: what was made is changed, not what its name is.
+        fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            made = f"/proc/self/fd/{fd}"
+            os.chown(made, -1, self.modes.group_id)
+            if stat.S_IMODE(os.fstat(fd).st_mode) != self.modes.directory:
+                os.chmod(made, self.modes.directory)
+        finally:
+            os.close(fd)
 
     def create(self, path: str) -> int:
         """A new, empty file, open for reading and writing; `FileExistsError` if the name is taken."""
@@ -176,26 +204,60 @@ class Files:
             del self._mount_nodes[device]
             return ""
 
+    def free_space(self, path: str) -> FreeSpace:
+        """Of the file system that holds `path`."""
+        there = os.statvfs(path)
+        size = there.f_frsize
+        return FreeSpace(there.f_bavail * size, there.f_blocks * size, there.f_favail, there.f_files)
+
     def listdir(self, path: str) -> list[str]:
-        return os.listdir(path)
+        """The names in a directory; `NotADirectoryError` for a symlink to one: what is listed may be deleted."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
 
     def read(self, fd: int, length: int, offset: int) -> bytes:
-        """`length` bytes from `offset`, fewer only at the end of the file."""
-        data = os.pread(fd, length, offset)
-        while len(data) < length:
-            more = os.pread(fd, length - len(data), offset + len(data))
-            if not more:
-                break
-            data += more
+        """`length` bytes from `offset`, fewer only at the end of the file. An error names the file."""
+        try:
+            data = os.pread(fd, length, offset)
+            while len(data) < length:
+                more = os.pread(fd, length - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError as error:
+            error.filename = os.readlink(f"/proc/self/fd/{fd}")
+            raise
         return data
+
+    def first_hole(self, fd: int, size: int) -> int:
+        """Where the first hole of a file of `size` bytes begins; `size` if it has none, or the file system no holes."""
+        try:
+            return os.lseek(fd, 0, os.SEEK_HOLE)
+        except OSError:
+            return size
 
     def word_at(self, fd: int, offset: int) -> bytes:
         """Eight bytes, fewer only at the end of the file."""
         return os.pread(fd, 8, offset)
 
     def map(self, fd: int, length: int) -> mmap.mmap:
-        """A read-only mapping. It keeps its own descriptor (CPython < 3.13 duplicates it)."""
-        return mmap.mmap(fd, length, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        """A read-only mapping. It keeps its own descriptor (CPython < 3.13 duplicates it).
+
+        All of it is read here. Whoever touches a page that the device can't read is killed; this raises.
+        """
+        mapped = mmap.mmap(fd, length, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+        if _madvise(address, length, _POPULATE_READ):
+            try:  # an older kernel, or a page can't be read: then this says which file
+                for offset in range(0, length, _MEGABYTE):
+                    self.read(fd, min(_MEGABYTE, length - offset), offset)
+            except OSError:
+                mapped.close()
+                raise
+        return mapped
 
     def try_lock(self, fd: int) -> bool:
         """`flock` without waiting, on the open file description."""

@@ -1,9 +1,13 @@
-"""What other threads hand to the committer, and what wakes it."""
+"""What other threads hand to the committer, and what wakes it.
+
+`put` is called in the main thread, too, where a signal handler may raise, or use the store itself, between any two
+calls: it takes no lock, and an item that is in the queue is never left without a reader that is awake.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
@@ -24,39 +28,49 @@ class Inbox(Generic[_T]):
 
     def take(self) -> list[_T]:
         """Everything that is there; waits if there is nothing."""
-        items = [self._items.get()]
-        try:
+        return [self._items.get(), *self.drain()]
+
+    def drain(self) -> list[_T]:
+        """Everything that is there, without waiting; each item goes to one of those who ask."""
+        items: list[_T] = []
+        with contextlib.suppress(Empty):
             while True:
                 items.append(self._items.get_nowait())
-        except Empty:
-            return items
+        return items
 
     def is_empty(self) -> bool:
         return self._items.empty()
 
     def close(self) -> None:
-        """Nobody takes anything any more."""
-
-    def abandon(self) -> None:
-        """`close` in a forked child, where a lock may be held by a thread that is not there."""
+        """In a forked child: what it shares with the parent is let go."""
 
 
 class BellInbox(Inbox[_T]):
-    """A queue whose reader is woken through an eventfd, so that the kernel can wake it, too."""
+    """A queue whose reader is woken through an eventfd, so that the kernel can wake it, too.
+
+    The eventfd is closed with the last reference to the queue, so that nobody who is putting something rings a number
+    that has become another file's.
+    """
+
+    bell = -1
 
     def __init__(self) -> None:
         self._waiting: deque[_T] = deque()
         self._asleep = False
-        self._closing = threading.Lock()
         self.bell = os.eventfd(0)
         """Whoever adds to it makes `take` return, with nothing if nothing was put. Raises `OSError` without one."""
 
+    def __del__(self) -> None:
+        self.close()
+
     def put(self, item: _T) -> None:
-        self._waiting.append(item)
-        if self._asleep:
-            with self._closing:  # the reader may have taken it meanwhile, and closed: the number is another file's then
-                if self.bell >= 0:
-                    os.eventfd_write(self.bell, 1)
+        try:
+            self._waiting.append(item)
+            if self._asleep:
+                os.eventfd_write(self.bell, 1)
+        except BaseException:  # of a signal handler
+            os.eventfd_write(self.bell, 1)
+            raise
 
     def take(self) -> list[_T]:
         # Asleep first, then the look: who puts looks the other way round, so that one of the two sees the other.
@@ -64,19 +78,19 @@ class BellInbox(Inbox[_T]):
         if not self._waiting:
             os.read(self.bell, 8)  # `os.eventfd_read` would not go on after a signal that has a handler
         self._asleep = False
-        items = []
-        while self._waiting:
-            items.append(self._waiting.popleft())
+        return self.drain()
+
+    def drain(self) -> list[_T]:
+        items: list[_T] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                items.append(self._waiting.popleft())
         return items
 
     def is_empty(self) -> bool:
         return not self._waiting
 
     def close(self) -> None:
-        with self._closing:
-            self.abandon()
-
-    def abandon(self) -> None:
         bell, self.bell = self.bell, -1
         if bell >= 0:
             os.close(bell)

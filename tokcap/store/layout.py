@@ -2,6 +2,7 @@
 
     <dir>/
       FORMAT                                 marks a store and its format version; rewritten if missing or damaged
+      FORMAT-<random> probe-<random>         of a process that opens the store; swept after an hour
       sweep.lock                             held while one process sweeps; its time is that of the last sweep
       writers/<writer>                       locked by a live writer that begins calls; empty
       rollouts/<hh>/<rollout id>/            hh: first two hex digits of the id's crc32; this directory is the fence
@@ -38,12 +39,14 @@ from .files import Files
 __all__ = ("Directory", "Layout", "SegmentName", "is_note", "look")
 
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
-_TOMBSTONE = re.compile(r"([0-9a-f]{32})\.retired\.([0-9]{1,18})\.([0-9]{1,18})")
+# Numbers only as they are written: the name is made of them again.
+_NUMBER, _COUNTED = r"(0|[1-9][0-9]{0,17})", r"([0-9]{6}|[1-9][0-9]{6,8})"
+_TOMBSTONE = re.compile(rf"([0-9a-f]{{32}})\.retired\.{_NUMBER}\.(0|[1-9][0-9]{{0,14}})")
 _TRASH = re.compile(r"[0-9a-f]{32}\.trash")
-_SEGMENT = re.compile(r"([0-9]{6,9})\.(open|seg|torn)")
+_SEGMENT = re.compile(rf"{_COUNTED}\.(open|seg|torn)")
 _VERSION = re.compile(r"v([1-9][0-9]{0,17})")
-_LINK = re.compile(r"([0-9]{6,9})-([0-9]{1,18})\.seg")
-_NOTE = re.compile(r"note-([0-9]{6,9})")
+_LINK = re.compile(rf"{_COUNTED}-{_NUMBER}\.seg")
+_NOTE = re.compile(rf"note-{_COUNTED}")
 
 MANIFEST = "manifest"
 DAMAGED = "damaged"
@@ -73,7 +76,7 @@ class Tombstone(msgspec.Struct, frozen=True):
     """Unix seconds."""
 
     def __str__(self) -> str:
-        return f"{self.incarnation}.retired.{self.version}.{int(self.retired_at * 1000)}"
+        return f"{self.incarnation}.retired.{self.version}.{round(self.retired_at * 1000)}"
 
 
 class Directory(msgspec.Struct):

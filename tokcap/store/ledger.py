@@ -168,8 +168,16 @@ class Ledger:
     # ---- one frame each
 
     def begin(self, record: BeginRecord, frame_sequence: int, boot_id: str) -> None:
-        call = self.call(record.model_call_id)
+        """Raises `msgspec.DecodeError` for digests that can't be."""
         parent = self._digest_chains.get(record.digests_base)
+        most = 0 if parent is None else len(parent)
+        if (
+            record.digests_shared < 0
+            or len(record.digests) % _DIGEST_SIZE
+            or (parent is not None and record.digests_shared > most)
+        ):
+            raise msgspec.ValidationError("request digests that can't be")
+        call = self.call(record.model_call_id)
         if parent is None and record.digests_shared:
             chain = _NO_DIGESTS  # the frame that they repeat is damaged
         else:
@@ -196,6 +204,13 @@ class Ledger:
         self._ended(call, head.at, boot_id)
         return index
 
+    def forget(self, key: EntryKey) -> None:
+        """Of this choice nothing can be read after all."""
+        del self.contents[key]
+        call = self.call(key[0])
+        call.stored -= 1
+        call.lost = True
+
     def settle(self, record: SettleRecord, boot_id: str) -> None:
         call = self.call(record.model_call_id)
         setattr(call, record.outcome, True)
@@ -206,7 +221,7 @@ class Ledger:
     def delivery(self, record: DeliveryRecord) -> None:
         call = self.calls.get(record.model_call_id)
         if call is not None:
-            call.delivered = record.delivered  # type: ignore[assignment]
+            call.delivered = record.delivered
 
     def lose(self, head: EntryHead, why: Damage) -> None:
         """An entry whose frame is whole but whose prompt runs through damage."""

@@ -13,7 +13,7 @@ from zlib import crc32
 from ..errors import CorruptError, RetiredError, StaleAttemptError
 from .batch import Batch
 from .files import Files, durability_error
-from .frame import Kind, content_end
+from .frame import Kind
 from .layout import SEALED, Directory, LinkName, SegmentName, Tombstone, is_note, remove_tree
 from .log import LogReader
 from .manifest import IndexedSegment
@@ -24,11 +24,9 @@ from .publication import Publication, publish
 from .records import DeliveryRecord
 from .rollout import Rollout
 from .snapshot import Snapshot, index_of, just_published, links_of, open_snapshot, read_published
+from .space import cut_much_space
 
-__all__ = ("Freeze", "Reset", "Retire", "Seal", "apply_to_frozen")
-
-
-_MUCH_SPACE = 64 << 10
+__all__ = ("Freeze", "Lifecycle", "Reset", "Retire", "Seal", "apply_to_frozen", "rename_durably")
 
 
 class Lifecycle(Operation):
@@ -60,6 +58,7 @@ class Freeze(Lifecycle):
         try:
             publication.finish()
         except OSError as error:
+            snapshot.close()
             raise self.not_published(rollout, error) from error
         return snapshot
 
@@ -101,34 +100,30 @@ class Freeze(Lifecycle):
             files.mkdir(directory.incarnation_path)
         reader = LogReader(files, rollout.rollout_id, directory.incarnation, rollout.boot_id)
         reader.keep_buffers = reader.fenced = True
-        reader.read_open(directory)
-        _cut_space(files, reader)
-        if not any(read.scan.frames for read in reader.segments):
-            files.fsync(rollout.fence_fd)
-            for path in rollout.parents():
-                files.fsync_directory(path)
-        sources, segments = links_of(reader)
-        index = index_of(reader, 1, segments)
-        publication = Publication(files, directory, index.version)
-        publication.write(index, sources)
+        try:
+            reader.read_open(directory)
+            cut_much_space(files, reader)
+            if not any(read.scan.frames for read in reader.segments):
+                _sync_names(rollout, directory)
+            sources, segments = links_of(reader)
+            index = index_of(reader, 1, segments)
+            publication = Publication(files, directory, index.version)
+            publication.write(index, sources)
+        except OSError:
+            reader.buffers.clear()  # or whoever keeps the error keeps mappings, and a descriptor of each
+            raise
         return publication, just_published(index, reader.buffers, publication.target)
 
 
-def _cut_space(files: Files, reader: LogReader) -> None:
-    """Give back the space behind the last batch, if it is much; what is left over means nothing.
-
-    Cutting a little off takes a tenth of the whole freeze, and goes with the rollout anyway.
-    """
-    for read in reader.segments:
-        end = read.scan.append_at
-        if end is None or read.size - end < _MUCH_SPACE or content_end(reader.buffers[read.number], read.size) != end:
-            continue  # what is not space is evidence
-        with contextlib.suppress(OSError):
-            fd = files.open(reader.paths[read.number], write=True)
-            try:
-                files.truncate(fd, end)
-            finally:
-                files.close(fd)
+def _sync_names(rollout: Rollout, directory: Directory) -> None:
+    """Every directory entry that leads to a rollout without records."""
+    try:
+        rollout.files.fsync(rollout.fence_fd)
+        for path in rollout.parents():
+            rollout.files.fsync_directory(path)
+    except OSError:
+        rollout.unmake(directory.incarnation_path)
+        raise
 
 
 def apply_to_frozen(rollout: Rollout, directory: Directory, operation: RecordOperation) -> None:
@@ -207,14 +202,14 @@ class Retire(Lifecycle):
         files = rollout.files
         tombstone = f"{rollout.path}/{Tombstone(directory.incarnation, directory.version, time.time())}"
         try:
-            _rename_durably(rollout, [(directory.incarnation_path, tombstone)])
+            rename_durably(rollout, [(directory.incarnation_path, tombstone)])
         except OSError as error:
             raise durability_error(error, f"rollout {rollout.rollout_id}: can't retire it", rollout.path) from error
         _remove_payload(files, tombstone)
         return True
 
 
-def _rename_durably(rollout: Rollout, renames: list[tuple[str, str]]) -> None:
+def rename_durably(rollout: Rollout, renames: list[tuple[str, str]]) -> None:
     """Rename within the directory of the rollout. If the sync fails, the old names are given back.
 
     A second sync could succeed without having done anything; the next try renames again.
@@ -279,7 +274,7 @@ class Reset(Lifecycle):
         trash = [f"{rollout.path}/{name[:32]}.trash" for name in names]
         try:
             # Synced also without names: whoever renamed the last one may have died before this.
-            _rename_durably(rollout, [(f"{rollout.path}/{n}", t) for n, t in zip(names, trash, strict=True)])
+            rename_durably(rollout, [(f"{rollout.path}/{n}", t) for n, t in zip(names, trash, strict=True)])
         except OSError as error:
             raise durability_error(error, f"rollout {rollout.rollout_id}: can't reset it", rollout.path) from error
         for target in trash:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import threading
 
 from .files import Files, durability_error
@@ -17,9 +19,10 @@ class Liveness:
 
     def __init__(self, files: Files, layout: Layout) -> None:
         self._files, self._layout = files, layout
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may begin a call, too
         self._name = ""
         self._fd = -1
+        self._ended = False
 
     def name(self, rollout_id: str) -> str:
         """The identity of this writer, shown to be alive from now on; it is needed for a call of `rollout_id`."""
@@ -34,6 +37,8 @@ class Liveness:
             name = os.urandom(8).hex()
             path = f"{self._layout.writers}/{name}"
             try:
+                if stat.S_ISLNK(self._files.stat(self._layout.writers).st_mode):
+                    raise OSError(errno.ELOOP, "it is a symbolic link, which leads out of the store", path)
                 fd = self._files.create(path)
                 try:
                     # A sweep may have come between and taken the file for a dead writer's.
@@ -48,6 +53,11 @@ class Liveness:
                 raise durability_error(
                     error, f"rollout {rollout_id}: can't show that this writer is alive", path
                 ) from error
+            if self._name or self._ended:  # a signal handler came in between
+                with contextlib.suppress(OSError):
+                    self._files.unlink(path)
+                    self._files.close(fd)
+                return
             self._fd, self._name = fd, name
             return
 
@@ -68,11 +78,13 @@ class Liveness:
 
     def end(self) -> None:
         """This writer begins no more calls."""
+        self._ended = True
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 self._files.unlink(f"{self._layout.writers}/{self._name}")
-            self._files.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):  # nothing was written to it
+                self._files.close(fd)
 
     def abandon(self) -> None:
         """In a forked child: the parent lives on."""

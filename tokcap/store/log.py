@@ -11,7 +11,7 @@ import numpy as np
 from ..content import decode_content
 from ..entry import TokenEntry, content_digest, identical
 from ..errors import CorruptError
-from .buffers import map_or_read
+from .buffers import map_or_read, size_to_read
 from .files import Files
 from .frame import (
     FORMAT_VERSION,
@@ -37,11 +37,17 @@ from .records import (
     SegmentHeader,
     SettleRecord,
     StoredEntry,
+    apart_from_the_stack,
+    decode_contents,
     decode_entry,
+    decode_pieces,
 )
 from .scan import Gap, Scan, scan
 
 __all__ = ("LogReader", "SegmentRead", "read_header")
+
+_NAMED_MISSING = 100
+"""Missing segments that are reported one by one; a name may leave out a billion."""
 
 _decode_header = msgspec.msgpack.Decoder(SegmentHeader).decode
 _decode_begin = msgspec.msgpack.Decoder(BeginRecord).decode
@@ -61,7 +67,7 @@ def read_header(path: str, data: Buffer, seed: int, limit: int) -> SegmentHeader
         raise newer_format(path, frame.format)
     try:
         header = _decode_header(memoryview(data)[frame.body_start : frame.body_end])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if header.format > FORMAT_VERSION:
         raise newer_format(path, header.format)
@@ -152,8 +158,12 @@ class LogReader:
     def _is_next(self, number: int, path: str) -> bool:
         """Report the segments that are missing in front of this one; False for a second file of the same number."""
         expected = self.segments[-1].number + 1 if self.segments else 1
-        for missing in range(expected, number):
-            self._damaged(f"{path.rpartition('/')[0]}/{missing:06d}", 0, 0, "the segment file is missing")
+        folder = path.rpartition("/")[0]
+        for missing in range(expected, min(number, expected + _NAMED_MISSING)):
+            self._damaged(f"{folder}/{missing:06d}", 0, 0, "the segment file is missing")
+        if number > expected + _NAMED_MISSING:
+            first = expected + _NAMED_MISSING
+            self._damaged(f"{folder}/{first:06d}", 0, 0, f"the segment files up to {number - 1:06d} are missing")
         if number < expected:
             self._damaged(path, 0, 0, "a second file of the same segment")
         return number >= expected
@@ -161,6 +171,7 @@ class LogReader:
     def _stated_ends(self, directory: Directory) -> dict[int, int]:
         """Where segments end that are followed by others, as the headers of those say."""
         ends: dict[int, int] = {}
+        there = [name.number for name in directory.segments]
         for name in directory.segments[1:]:
             path = f"{directory.incarnation_path}/{name}"
             data = self._load(path, HEADER_SIZE + 4096)
@@ -169,7 +180,7 @@ class LogReader:
                 continue
             if header.predecessor and header.predecessor_end >= 0:
                 ends[header.predecessor] = header.predecessor_end
-            ends.update((number, 0) for number in range(header.predecessor + 1, name.number))
+            ends.update((number, 0) for number in there if header.predecessor < number < name.number)
         return ends
 
     def _load(self, path: str, length: int | None = None) -> Buffer | None:
@@ -183,7 +194,7 @@ class LogReader:
         try:
             if length is not None:
                 return self.files.read(fd, length, 0)
-            size = self.files.fstat(fd).st_size
+            size = size_to_read(self.files, fd)
             return map_or_read(self.files, fd, size) if self.fenced else self.files.read(fd, size, 0)
         finally:
             self.files.close(fd)
@@ -287,7 +298,7 @@ class LogReader:
             try:
                 self._apply(frame, view[frame.body_start - shift : frame.body_end - shift], number, boot_id, path)
             except msgspec.DecodeError as error:
-                self._damaged(path, frame.offset, frame.end, f"the checksum holds but the record doesn't: {error}")
+                self._unsound(path, frame.offset, frame.end, error)
 
     def _gap(self, path: str, gap: Gap) -> None:
         self._damaged(path, gap.offset, gap.end, f"checksum mismatch, frame {gap.sequence} and maybe others are lost")
@@ -295,10 +306,19 @@ class LogReader:
     def _damaged(self, path: str, offset: int, end: int, reason: str) -> None:
         self.ledger.damage.append(Damage(path, offset, end, reason))
 
+    def _unsound(self, path: str, offset: int, end: int, why: Exception) -> None:
+        self._damaged(path, offset, end, f"the checksum holds but the record doesn't: {why}")
+
     def _torn(self, path: str, offset: int, end: int) -> None:
         self.torn.append(Damage(path, offset, end, "torn tail, never acknowledged"))
 
     def _apply(self, frame: Frame, body: memoryview, number: int, boot_id: str, path: str) -> None:
+        try:
+            self._apply_record(frame, body, number, boot_id, path)
+        except RecursionError:  # while it was decoded: nothing is applied yet
+            apart_from_the_stack(lambda: self._apply_record(frame, body, number, boot_id, path))
+
+    def _apply_record(self, frame: Frame, body: memoryview, number: int, boot_id: str, path: str) -> None:
         kind = frame.kind
         if kind == Kind.ENTRY:
             self._apply_entry(frame, body, number, boot_id, path)
@@ -314,7 +334,10 @@ class LogReader:
             raise msgspec.DecodeError(f"unknown kind of frame {kind}")
 
     def _apply_entry(self, frame: Frame, body: memoryview, number: int, boot_id: str, path: str) -> None:
-        head = StoredEntry(body).head
+        stored = StoredEntry(body)
+        head = stored.head
+        if head.experts is not None:
+            _ = stored.routed_experts  # raises if they can't be
         parent = NO_PARENT
         if head.base != NO_BASE:
             found = self._by_sequence.get(head.base)
@@ -323,8 +346,8 @@ class LogReader:
                 return
             parent = found
         limit = self.ledger.nodes[parent].total if parent != NO_PARENT else 0
-        if not 0 <= head.shared <= limit or head.suffix < 0 or head.generated < 0:
-            raise msgspec.DecodeError("lengths that can't be")
+        if not 0 <= head.shared <= limit:
+            raise msgspec.DecodeError("it shares more with the entry that it extends than there is")
         prompt = head.shared + head.suffix
         node = Node(
             segment=number,
@@ -345,16 +368,37 @@ class LogReader:
     def settle_repetitions(self) -> None:
         """A record written twice with the same content, because the first was not known durable, is no conflict."""
         for key in self._repeated:
+            self._drop_unsound(key)
             self.drop_identical(key)
         self._repeated.clear()
 
-    def drop_identical(self, key: tuple[str, int]) -> None:
+    def _drop_unsound(self, key: tuple[str, int]) -> None:
+        """Of contents that have to be compared: those that can't be decoded, though their checksums hold."""
         kept: list[int] = []
         for index in self.ledger.contents[key]:
+            node = self.ledger.nodes[index]
+            stored = self.load(node)
+            try:
+                decode_contents(stored.head.contents)
+                decode_pieces(stored.head.pieces)
+            except CorruptError as error:
+                start = node.body_start - HEADER_SIZE
+                self._unsound(self.paths[node.segment], start, node.body_start + node.body_length, error)
+            else:
+                kept.append(index)
+        if kept:
+            self.ledger.contents[key] = kept
+        else:
+            self.ledger.forget(key)
+
+    def drop_identical(self, key: tuple[str, int]) -> None:
+        kept: list[int] = []
+        for index in self.ledger.contents.get(key, ()):
             entry = self.entry(index)
             if not any(identical(entry, self.entry(other)) for other in kept):
                 kept.append(index)
-        self.ledger.contents[key] = kept
+        if kept:
+            self.ledger.contents[key] = kept
         call = self.ledger.calls[key[0]]
         call.conflict = any(len(c) > 1 for (name, _), c in self.ledger.contents.items() if name == key[0])
 
@@ -420,7 +464,10 @@ def read_stored(files: Files, path: str, node: Node, seed: int) -> StoredEntry:
 
 
 def _owned_finish(record: FinishRecord) -> FinishRecord:
-    return FinishRecord(record.at, record.finished_at, msgspec.Raw(bytes(record.meta)))
+    meta = bytes(record.meta)
+    if not isinstance(decode_content(meta), dict):
+        raise msgspec.DecodeError("its meta is no mapping")
+    return FinishRecord(record.at, record.finished_at, msgspec.Raw(meta))
 
 
 def finish_meta(record: FinishRecord | None) -> dict[str, object]:

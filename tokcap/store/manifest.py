@@ -9,8 +9,10 @@ from zlib import crc32
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from ..protocol import CallRecord
+from ..content import decode_content
+from ..protocol import CallRecord, Delivered, Outcome
 from .frame import FORMAT_VERSION, LAST_IN_BATCH, Buffer, Kind, frame_header, newer_format, segment_seed
 from .ledger import Damage, DigestChain, Ledger
 from .prefix import Node
@@ -29,7 +31,7 @@ class IndexedSegment(msgspec.Struct, array_like=True, frozen=True):
     """crc32 of the first `length` bytes of the file."""
 
 
-_Fields = tuple[str, str, str, float | None, float | None, str, int, str, str]
+_Fields = tuple[str, Outcome, str, float | None, float | None, Delivered, int, str, str]
 """Of a `CallRecord`, but for its request digests."""
 
 
@@ -67,10 +69,15 @@ class Index(msgspec.Struct, array_like=True):
         return [Node(*row) for row in table]
 
     def calls(self) -> tuple[CallRecord, ...]:
+        """Raises `msgspec.DecodeError` for rows that can't be."""
         rows = _decode_rows(self.call_table)
         chains: list[DigestChain] = []
         for row in rows:
-            parent = chains[row.digests_of] if row.digests_of >= 0 else None
+            parent = None
+            if row.digests_of >= 0:
+                parent = chains[row.digests_of] if row.digests_of < len(chains) else None
+            if not 0 <= row.digests_shared <= (0 if parent is None else len(parent)) or len(row.digests) % 16:
+                raise msgspec.ValidationError("request digests that can't be")
             chains.append(DigestChain(row.digests, parent, row.digests_shared))
         return tuple(_record(row, chain) for row, chain in zip(rows, chains, strict=True))
 
@@ -84,11 +91,11 @@ def _record(row: _CallRow, digests: DigestChain) -> CallRecord:
     call, outcome, boot_id, begun_at, ended_at, delivered, retries, key, detail = row.record
     return CallRecord(
         call,
-        outcome,  # type: ignore[arg-type]
+        outcome,
         boot_id,
         begun_at,
         ended_at,
-        delivered,  # type: ignore[arg-type]
+        delivered,
         retries,
         key,
         digests if len(digests) else (),
@@ -148,8 +155,50 @@ def decode_manifest(path: str, data: Buffer, rollout_id: str, snapshot_id: str, 
         return None
     try:
         index = _decode_index(memoryview(data)[frame.body_start : frame.body_end])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if index.format > FORMAT_VERSION:
         raise newer_format(path, index.format)
-    return index if (index.rollout_id, index.snapshot_id, index.version) == (rollout_id, snapshot_id, version) else None
+    if (index.rollout_id, index.snapshot_id, index.version) != (rollout_id, snapshot_id, version):
+        return None
+    return index if _is_sound(index) else None
+
+
+def _is_sound(index: Index) -> bool:
+    """Whether what it says can be, so that whoever reads what it points to need not look again."""
+    lengths = {segment.number: segment.length for segment in index.segments}
+    if len(lengths) < len(index.segments) or any(
+        number < 1 or not 0 <= length < 2**62 for number, length in lengths.items()
+    ):
+        return False
+    size = len(index.node_table)
+    if size % (8 * _COLUMNS):
+        return False
+    table = np.frombuffer(index.node_table, "<i8").reshape(-1, _COLUMNS)
+    count = len(table)
+    if index.chosen and not 0 <= min(index.chosen) <= max(index.chosen) < count:
+        return False
+    if count and not _are_sound(table, lengths):
+        return False
+    try:
+        return isinstance(decode_content(bytes(index.meta)), dict)
+    except msgspec.DecodeError:
+        return False
+
+
+def _are_sound(table: npt.NDArray[np.int64], lengths: dict[int, int]) -> bool:
+    """Whether nodes lie in segments of these lengths, and extend what comes before them."""
+    segment, _, start, length, _, parent, shared, prompt, total = table.T
+    least = table.min(axis=0).tolist()
+    if min(least[2], least[3], least[6]) < 0 or least[5] < -1 or not (parent < np.arange(len(table))).all():
+        return False
+    ends = np.array([lengths.get(number, -1) for number in segment.tolist()], np.int64)
+    before = np.append(total, 0)[parent]  # without a parent there is nothing to share
+    # Compared without sums, which might overflow.
+    return bool(
+        (length <= ends - start).all()
+        and (prompt >= shared).all()
+        and (total >= prompt).all()
+        and (shared <= before).all()
+        and (total - shared <= length).all()
+    )

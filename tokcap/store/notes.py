@@ -13,6 +13,7 @@ from zlib import crc32
 
 import msgspec
 
+from .buffers import size_to_read
 from .files import Files
 from .frame import LAST_IN_BATCH, Kind, frame_header, segment_seed
 from .ledger import Damage
@@ -85,7 +86,7 @@ class Notes:
                     self._damaged(name, 0, 0)
                 continue
             try:
-                data = self.files.read(fd, self.files.fstat(fd).st_size, 0)
+                data = self.files.read(fd, size_to_read(self.files, fd), 0)
             finally:
                 self.files.close(fd)
             found = scan(data, segment_seed(self.incarnation, name), limit=len(data), sealed_end=len(data))
@@ -95,7 +96,7 @@ class Notes:
                 body = memoryview(data)[frame.body_start : frame.body_end]
                 try:
                     notes.append(_decode_settle(body) if frame.kind == Kind.SETTLE else _decode_delivery(body))
-                except msgspec.DecodeError:
+                except (msgspec.DecodeError, RecursionError):
                     self._damaged(name, frame.offset, frame.end)
         return notes
 

@@ -50,7 +50,7 @@ def boot_clock() -> int:
 class Operation:
     """Something to be done to one rollout, by whoever serves its queue."""
 
-    __slots__ = ("deadline", "error", "result", "rollout_id", "waiter")
+    __slots__ = ("counted", "deadline", "error", "nbytes", "result", "rollout_id", "waiter")
 
     creates = False
     """Whether it makes a rollout that is absent."""
@@ -61,6 +61,10 @@ class Operation:
         self.error: BaseException | None = None
         self.waiter: Any = None
         self.deadline = 0.0
+        self.nbytes = 0
+        """What it holds in memory until it is done, roughly."""
+        self.counted = False
+        """Whether `nbytes` is part of what waits for the disk."""
 
     def take_error(self) -> BaseException | None:
         """Its error, for whoever raises it. Kept here, too, it would hold itself, and entries, until a collection."""
@@ -92,6 +96,7 @@ class RecordOperation(Operation):
         for call in self.calls:
             began = self.attempts.incarnation(self.rollout_id, call) if self.attempts is not None else None
             if began is not None and (state == "absent" or incarnation != began):
+                self._end_calls()
                 raise StaleAttemptError(
                     f"rollout {self.rollout_id}, call {call}: the rollout was reset since this call began; "
                     "nothing was stored, drop the answer"
@@ -99,6 +104,10 @@ class RecordOperation(Operation):
 
     def done(self, incarnation: str) -> None:
         """It is durable, in this incarnation."""
+        self._end_calls()
+
+    def _end_calls(self) -> None:
+        """Nothing more is expected of its calls: they are not remembered for ever."""
         if self.attempts is not None:
             for call in self.calls:
                 self.attempts.ended(self.rollout_id, call)
@@ -115,6 +124,7 @@ class RecordOperation(Operation):
         raise self.frozen()
 
     def apply_retired(self, notes: Notes) -> None:
+        self._end_calls()
         raise RetiredError(
             f"rollout {self.rollout_id} was consumed and retired; nothing was stored: drop it, or reset the rollout to "
             "use its id again"

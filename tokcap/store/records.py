@@ -24,7 +24,9 @@ never needs another one.
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +35,8 @@ import numpy.typing as npt
 from ..arrays import StoredArray
 from ..content import decode_content, encode_content
 from ..entry import TokenEntry, contents_of
+from ..errors import CorruptError
+from ..protocol import Delivered, SettledOutcome
 from .frame import HEADER_SIZE, padding
 
 __all__ = (
@@ -46,6 +50,7 @@ __all__ = (
     "SegmentHeader",
     "SettleRecord",
     "StoredEntry",
+    "apart_from_the_stack",
     "decode_contents",
     "decode_entry",
     "decode_pieces",
@@ -125,14 +130,14 @@ class BeginRecord(msgspec.Struct, array_like=True, frozen=True):
 class SettleRecord(msgspec.Struct, array_like=True, frozen=True):
     model_call_id: str
     at: int
-    outcome: str
+    outcome: SettledOutcome
     detail: str
 
 
 class DeliveryRecord(msgspec.Struct, array_like=True, frozen=True):
     model_call_id: str
     at: int
-    delivered: str
+    delivered: Delivered
 
 
 class FinishRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -284,12 +289,24 @@ def _padded(size: int) -> int:
 
 
 class StoredEntry:
-    """An ENTRY body, its arrays viewed in place. The prompt is not here, only its suffix: see `prefix`."""
+    """An ENTRY body, its arrays viewed in place. The prompt is not here, only its suffix: see `prefix`.
+
+    Raises `msgspec.DecodeError` for a body that is none, or whose arrays are shorter than it says.
+    """
 
     __slots__ = ("_arrays", "head")
 
     def __init__(self, body: memoryview | bytes) -> None:
-        self.head, _, self._arrays = _decode_body(body)
+        head, _, arrays = _decode_body(body)
+        floats, first, second = head.log_prob_dtype, head.suffix_dtype, head.generated_dtype
+        suffix, generated = head.suffix, head.generated
+        if not (0 <= floats <= 2 and 0 <= first <= 2 and 0 <= second <= 2 and suffix >= 0 and generated >= 0):
+            raise msgspec.ValidationError("lengths or types of arrays that can't be")
+        # The place of a type tells its size (`ID_DTYPES`).
+        size = ((generated << floats + 1) + 7 & -8) + ((suffix << first) + 7 & -8) + ((generated << second) + 7 & -8)
+        if size > len(arrays):
+            raise msgspec.ValidationError("its arrays are shorter than it says")
+        self.head, self._arrays = head, arrays
 
     @property
     def log_probs(self) -> npt.NDArray[Any]:
@@ -314,16 +331,26 @@ class StoredEntry:
 
     @property
     def routed_experts(self) -> npt.NDArray[Any] | None:
+        """Raises `msgspec.DecodeError` if they are no array that is there."""
         if self.head.experts is None:
             return None
-        description, shape = self.head.experts
+        try:
+            return self._experts(*self.head.experts)
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # numpy says many things of a type or a shape that can't be
+            raise msgspec.ValidationError(f"routed experts that can't be: {error}") from error
+
+    def _experts(self, description: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         dtype = _described_dtype(description)
+        if dtype.hasobject or min(shape, default=0) < 0:
+            raise ValueError(f"type {dtype}, shape {shape}")
         count = 1
         for size in shape:
             count *= size
         offset = sum(v.nbytes + padding(v.nbytes) for v in (self.log_probs, self.suffix, self.generated))
         if not count * dtype.itemsize:
-            return np.empty(shape, dtype)
+            return np.ndarray(shape, dtype, b"")  # also of a million items without a size
         return np.frombuffer(self._arrays, dtype, count, offset).reshape(shape)
 
 
@@ -342,9 +369,17 @@ class Contents(NamedTuple):
     schema_version: int
 
 
+_CONTENT_TYPES = [(list, list, dict, dict, str, str, str, float, index, int) for index in (type(None), int)]
+
+
 def decode_contents(data: bytes | memoryview) -> Contents:
-    """The contents of an entry, from `EntryHead.contents`."""
-    found = Contents(*decode_content(data))
+    """The contents of an entry, from `EntryHead.contents`. Raises `CorruptError` for what is none."""
+    try:
+        found = Contents(*decode_content(data))
+    except (msgspec.DecodeError, TypeError) as error:
+        raise CorruptError(f"the checksum of an entry holds, but its contents can't be decoded: {error}") from error
+    if tuple(map(type, found)) not in _CONTENT_TYPES:
+        raise CorruptError("the checksum of an entry holds, but its contents are of other types")
     if not found.policy_versions:
         return found
     return found._replace(
@@ -353,8 +388,14 @@ def decode_contents(data: bytes | memoryview) -> Contents:
 
 
 def decode_pieces(data: bytes | memoryview) -> list[bytes] | None:
-    """The bytes of each sampled token, from `EntryHead.pieces`; None if the engine didn't tell."""
-    return _decode_pieces(data)
+    """The bytes of each sampled token, from `EntryHead.pieces`; None if the engine didn't tell.
+
+    Raises `CorruptError` for what is neither.
+    """
+    try:
+        return _decode_pieces(data)
+    except msgspec.DecodeError as error:
+        raise CorruptError(f"the checksum of an entry holds, but its pieces can't be decoded: {error}") from error
 
 
 def decode_entry(rollout_id: str, stored: StoredEntry, prompt: npt.NDArray[np.int32]) -> TokenEntry:
@@ -394,3 +435,30 @@ def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if array.flags.writeable:
         array.flags.writeable = False
     return array
+
+
+_T = TypeVar("_T")
+
+
+def apart_from_the_stack(decode: Callable[[], _T]) -> _T:
+    """What `decode` gives on a stack of its own, after a `RecursionError` on one that may have been nearly full.
+
+    Raises `msgspec.DecodeError` if it is nested too deeply all the same: nothing that is written here is.
+    """
+    results: list[_T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(decode())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="tokcap-decode")
+    thread.start()
+    thread.join()
+    for failure in failures:
+        if isinstance(failure, RecursionError):
+            raise msgspec.ValidationError("it is nested too deeply") from failure
+        raise failure
+    return results[0]

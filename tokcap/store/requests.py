@@ -33,6 +33,7 @@ class Requests:
     def put(self, entries: Sequence[TokenEntry]) -> Put:
         """Entries of one call."""
         encoded: list[bytes] = []
+        nbytes = 0
         for entry in entries:
             if not isinstance(entry, TokenEntry):
                 raise InvalidEntryError(f"put takes TokenEntry objects, not {type(entry).__name__}")
@@ -45,7 +46,9 @@ class Requests:
                 )
             self.unstorable += count_unstorable(contents)
             encoded.append(contents)
+            nbytes += size
         operation = Put(entries, encoded, require_intent=self._require_intent)
+        operation.nbytes = nbytes
         operation.attempts = self._attempts
         return operation
 

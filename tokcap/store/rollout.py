@@ -6,11 +6,13 @@ Everything here runs while the caller holds the fence of the rollout.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 
 from ..errors import CorruptError
 from .batch import Batch
+from .fence import still_there
 from .files import Files, durability_error
 from .frame import ACKNOWLEDGED, SPACE, TRAILER_SIZE, Kind, content_end
 from .layout import OPEN, SEALED, TORN, Directory, Layout, SegmentName, look, remove_tree
@@ -18,11 +20,14 @@ from .log import LogReader, SegmentRead
 from .open_log import OpenLog, OpenSegment
 from .records import SealRecord
 from .scan import scan
+from .space import cut_space, write_space
 
 __all__ = ("Rollout",)
 
-_LEAST_SPACE, _MOST_SPACE = 16 << 10, 256 << 10
-_PAGE = 4096
+_LAST_NUMBER = 999_999_999
+"""Of a segment whose name is still read as one (`layout`); no writer ever gets there."""
+_MOST_CATCH_UP = 256 << 20
+"""Bytes that are read of a segment behind what is known; a file may claim any size."""
 
 
 class Rollout:
@@ -43,6 +48,8 @@ class Rollout:
         self.log: OpenLog | None = None
         self._names_synced = False
         """The directories that lead to this log are durable."""
+        self.shards_as_of = 0
+        """When the directory of the shards had last been changed when the fence was taken; 0: not looked at."""
         self.shard_is_new = False
         """The directory that holds the rollout's was made, and is not durable yet."""
         self.unstated = False
@@ -54,6 +61,8 @@ class Rollout:
         """The state that the names show; what a crash left half-done is removed on the way."""
         if self.fence_fd >= 0 and self.files.fstat(self.fence_fd).st_nlink == 2 and self._are_directories_counted():
             return Directory(self.path)  # no directory in it: nothing at all
+        if self.fence_fd >= 0 and not still_there(self.files, self.fence_fd, self.path):
+            raise OSError(errno.ESTALE, "the directory was replaced by another one while it was in use", self.path)
         directory = look(self.files, self.path)
         if directory.leftovers:
             try:
@@ -104,11 +113,23 @@ class Rollout:
             return False
         return next_word == SPACE or self._catch_up(there.st_size)
 
+    def has_ended(self) -> bool:
+        """Whether the segment that is kept open was linked by a freeze, or deleted: nobody will continue it."""
+        segment = None if self.log is None else self.log.segment
+        if segment is None or segment.fd < 0:
+            return False
+        try:
+            return self.files.fstat(segment.fd).st_nlink != 1
+        except OSError:
+            return False
+
     def _catch_up(self, size: int) -> bool:
         """Read what another process appended to the segment; False if that can't be continued."""
         log = self.log
         assert log is not None and log.segment is not None
         segment = log.segment
+        if size - segment.append_at > _MOST_CATCH_UP:
+            return False  # read anew, which looks at what the file really holds
         try:
             data = self.files.read(segment.fd, size - segment.append_at, segment.append_at)
         except OSError:
@@ -199,6 +220,12 @@ class Rollout:
         if not log.directory.incarnation:
             log.directory.incarnation = log.reader.incarnation = os.urandom(16).hex()
         name = SegmentName(log.last_name.number + 1 if log.last_name else 1, OPEN)
+        if name.number > _LAST_NUMBER:
+            raise CorruptError(
+                f"rollout {self.rollout_id}: a segment has the last number that there is, {log.last_name}; nothing "
+                "else can be written: move that file away, or freeze",
+                path=log.directory.incarnation_path,
+            )
         batch = Batch(seed=log.reader.seed(name.number), offset=0, sequence=0, number=0)
         header = batch.add_header(
             self.rollout_id,
@@ -247,7 +274,7 @@ class Rollout:
                     segment.fd = self.files.open(segment.path, write=True)
             self.files.write(segment.fd, batch.buffers(), batch.offset)
             if self.spaced and batch.append_at >= segment.size:
-                self._write_space(segment, batch.append_at)
+                write_space(self.files, segment, batch.append_at)
         except OSError as error:
             if batch.offset == 0 and segment.fd >= 0:
                 self._remove(log, segment)
@@ -255,21 +282,6 @@ class Rollout:
             raise durability_error(
                 error, f"rollout {self.rollout_id}: can't write {segment.path}", segment.path
             ) from error
-
-    def _write_space(self, segment: OpenSegment, offset: int) -> None:
-        """Make room behind a batch, to be synced with it: as much as there is already, within bounds."""
-        segment.size = offset
-        length = (min(max(offset, _LEAST_SPACE), _MOST_SPACE) + offset) // _PAGE * _PAGE - offset
-        with contextlib.suppress(OSError):  # a full disk: it goes without
-            segment.size += self.files.write_space(segment.fd, length, offset)
-
-    def cut_space(self, log: OpenLog) -> None:
-        """Cut off the space behind the last batch; if that fails, it is left over."""
-        segment = log.segment
-        if segment is not None and segment.fd >= 0 and segment.size > segment.append_at:
-            with contextlib.suppress(OSError):
-                self.files.truncate(segment.fd, segment.append_at)
-                segment.size = segment.append_at
 
     def sync(self, log: OpenLog, batch: Batch) -> None:
         """Second step: durable. Touches nothing but descriptors, so that it may run in another thread."""
@@ -300,7 +312,8 @@ class Rollout:
 
     def names_are_durable(self) -> None:
         """Everything that led to the first record was synced."""
-        self._names_synced, self.shard_is_new = True, False
+        if not self._names_synced:
+            self._names_synced, self.shard_is_new = True, False
 
     def parents(self) -> list[str]:
         """Directories above the rollout's whose entries may not be durable yet."""
@@ -339,6 +352,9 @@ class Rollout:
             torn = SegmentName(log.last_name.number, TORN)
             self.files.rename(f"{incarnation_path}/{log.last_name}", f"{incarnation_path}/{torn}")
             log.reader.opened(torn.number, f"{incarnation_path}/{torn}")
+        if log.last_name is not None and log.last_name.number != log.predecessor:
+            # Of an empty segment the name may not be durable; without it, it would pass for a lost one.
+            self.files.fsync_directory(incarnation_path)
         segment.fd = self.files.create(segment.path)
         there = self.files.fstat(segment.fd)
         segment.inode = (there.st_ino, there.st_dev)
@@ -365,7 +381,7 @@ class Rollout:
         except OSError as error:
             self.drop()
             raise durability_error(error, f"rollout {self.rollout_id}: can't seal {segment.path}", path) from error
-        self.cut_space(log)
+        cut_space(self.files, segment)
         log.reader.opened(sealed.number, path)
         log.last_name = sealed
         self._close_descriptor(segment)
@@ -394,13 +410,19 @@ class Rollout:
         except OSError:
             return False
         if not self._names_synced:
-            # The next sync of a directory whose sync failed succeeds without having done anything: they are made anew.
-            with contextlib.suppress(OSError):
-                self.files.rmdir(log.directory.incarnation_path)
-                self.files.rmdir(self.path)
-                self.close_descriptors()
-                self.files.rmdir(os.path.dirname(self.path))
+            self.unmake(log.directory.incarnation_path)
         return True
+
+    def unmake(self, incarnation_path: str) -> None:
+        """Remove the directories of a rollout of which nothing could be stored, as far as they are empty.
+
+        The next sync of a directory whose sync failed succeeds without having done anything: they are made anew.
+        """
+        with contextlib.suppress(OSError):
+            self.files.rmdir(incarnation_path)
+            self.files.rmdir(self.path)
+            self.close_descriptors()
+            self.files.rmdir(os.path.dirname(self.path))
 
     def _abandon(self) -> None:
         """After a failed sync: say durably, if the device still can, that the batch doesn't count.

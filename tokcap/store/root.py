@@ -8,6 +8,7 @@ import grp
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from zlib import crc32
 
 import msgspec
@@ -34,6 +35,7 @@ __all__ = (
 logger = logging.getLogger("tokcap.store")
 
 _MARKER_SEED = 0x746F6B63
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _REFUSED = (
     "nfs",
     "nfs4",
@@ -55,18 +57,26 @@ _UNSUPPORTED = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno
 """What a file system says of a call that it doesn't have."""
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 _WARNED: set[str] = set()
-"""Stores of this process whose file system was warned of."""
+"""What this process has warned of: stores because of their file system, directories because of their owner."""
+_MOST_COMPONENTS = 1000
 _decode_marker = msgspec.msgpack.Decoder(RootMarker).decode
 
 
 def boot_id() -> str:
-    """Identity of the running kernel's boot; CLOCK_BOOTTIME is comparable within it."""
-    path = "/proc/sys/kernel/random/boot_id"
+    """Identity of the running kernel's boot; CLOCK_BOOTTIME is comparable within it.
+
+    There is nothing to fall back to: whether bytes that nobody acknowledged are to be believed depends on it, so all
+    processes of a node have to agree. Raises `DurabilityError` where it can't be read.
+    """
     try:
-        with open(path) as file:
-            return file.read().strip()
+        with open(_BOOT_ID) as file:
+            found = file.read().strip()
+        if not found:
+            raise OSError(errno.ENODATA, "the file is empty")
     except OSError as error:
-        raise durability_error(error, "can't tell which boot this is", path) from error
+        doing = "can't tell which boot of the machine this is; mount /proc in this container as usual"
+        raise durability_error(error, doing, _BOOT_ID) from error
+    return found
 
 
 def group_id_of(group: str | int | None) -> int | None:
@@ -86,7 +96,9 @@ def file_system_of(path: str) -> str:
     try:
         with open("/proc/self/mountinfo") as file:
             lines = file.readlines()
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EACCES, errno.EPERM):
+            raise  # it could be told, and may be one that is refused
         return ""
     for line in lines:
         fields = line.split()
@@ -140,6 +152,10 @@ def open_root(files: Files, layout: Layout, *, allow_unsafe_fs: bool) -> str:
         _check_root(files, root)
         kind = _check_file_system(files, layout, allow_unsafe_fs)
         for path in (layout.rollouts, layout.writers):
+            if os.path.islink(path):
+                raise UnsafeDirectoryError(
+                    errno.ELOOP, f"{path} is a symbolic link, which leads out of the store: remove it"
+                )
             if not os.path.isdir(path):
                 _make(files, path)
         _mark(files, layout)
@@ -171,13 +187,47 @@ def _check_parent(root: str) -> None:
     parent = os.path.dirname(root)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
-    mode = os.stat(parent).st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise UnsafeDirectoryError(
-            errno.EPERM,
-            f"{parent} can be written by everybody and is not sticky, so that anybody could replace the store in it: "
-            f"chmod o-w {parent}, or chmod +t {parent}, or use another directory",
-        )
+    for path in _way_to(parent):
+        there = os.stat(path)
+        if there.st_mode & stat.S_IWOTH and not there.st_mode & stat.S_ISVTX:
+            raise UnsafeDirectoryError(
+                errno.EPERM,
+                f"{path} can be written by everybody and is not sticky, so that anybody could replace the store in it: "
+                f"chmod o-w {path}, or chmod +t {path}, or use another directory",
+            )
+        if there.st_uid not in (0, os.geteuid()) and path not in _WARNED:
+            _WARNED.add(path)
+            logger.warning("%s belongs to user %d, who could replace the store in it", path, there.st_uid)
+
+
+def _way_to(path: str) -> Iterator[str]:
+    """The directories that lead to `path`, and `path`, with every symlink followed.
+
+    Raises `UnsafeDirectoryError` for a symlink that another user made where everybody may make one, as the kernel does
+    with `fs.protected_symlinks`: it could lead elsewhere tomorrow.
+    """
+    at, rest = "/", [part for part in path.split("/") if part]
+    yield at
+    for _ in range(_MOST_COMPONENTS):
+        if not rest:
+            return
+        name = f"{at.rstrip('/')}/{rest.pop(0)}"
+        there = os.lstat(name)
+        if not stat.S_ISLNK(there.st_mode):
+            at = os.path.normpath(name)  # `..` of a link, whose way was followed
+            yield at
+            continue
+        around = os.stat(at)
+        if around.st_mode & stat.S_IWOTH and there.st_uid not in (os.geteuid(), around.st_uid):
+            raise UnsafeDirectoryError(
+                errno.ELOOP,
+                f"{name} is a symbolic link that user {there.st_uid} made in a directory that everybody can write to: "
+                f"give the directory that it points to ({os.path.realpath(name)})",
+            )
+        target = os.readlink(name)
+        at = "/" if target.startswith("/") else at
+        rest = [part for part in target.split("/") if part and part != "."] + rest
+    raise UnsafeDirectoryError(errno.ELOOP, f"{path} has more symbolic links than can be followed")
 
 
 def _check_root(files: Files, root: str) -> None:
@@ -301,7 +351,7 @@ def read_marker(files: Files, layout: Layout) -> RootMarker | None:
         return None
     try:
         marker = _decode_marker(data[found.frames[0].body_start : found.frames[0].body_end])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
     if marker.format > FORMAT_VERSION:
         raise newer_format(layout.marker, marker.format)

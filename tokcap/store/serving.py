@@ -73,7 +73,8 @@ class Server:
 
     def __init__(self, files: Files, layout: Layout) -> None:
         self.files, self.layout = files, layout
-        self._known_shards: set[str] = set()
+        self._shards_as_of = 0
+        """When the directory of the shards was last changed, as it was when all its entries were made durable."""
 
     # ---- the fence
 
@@ -103,8 +104,9 @@ class Server:
                 return "held"
             rollout.drop()
             if fence.still_there(self.files, rollout.fence_fd, rollout.path):
-                # Also if the shard was there: whoever made it may have died before it was durable.
-                rollout.shard_is_new = self.layout.shard(rollout.rollout_id) not in self._known_shards
+                # Also if the shard was there: whoever made it, maybe anew, may have died before it was durable.
+                rollout.shards_as_of = self.files.stat(self.layout.rollouts).st_ctime_ns
+                rollout.shard_is_new = rollout.shards_as_of != self._shards_as_of
                 return "held"
             rollout.close_descriptors()
 
@@ -122,10 +124,8 @@ class Server:
             try:
                 self.files.mkdir(rollout.path)
             except FileNotFoundError:
-                shard = self.layout.shard(rollout.rollout_id)
-                self._known_shards.discard(shard)  # it may have been durable once, and was removed
                 with contextlib.suppress(FileExistsError):
-                    self.files.mkdir(shard)
+                    self.files.mkdir(self.layout.shard(rollout.rollout_id))
 
     # ---- operations, the fence held
 
@@ -262,8 +262,8 @@ class Server:
                     self.files.close(fd)
             if commit.error is None:
                 rollout.names_are_durable()
-        if commit.batch.offset == 0 and commit.error is None:
-            self._known_shards.add(self.layout.shard(rollout.rollout_id))
+        if commit.error is None and rollout.shards_as_of and not rollout.shard_is_new:
+            self._shards_as_of, rollout.shards_as_of = rollout.shards_as_of, 0
         rollout.acknowledge(commit.log, commit.batch, commit.error)
         self._accept(commit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from ..entry import TokenEntry
@@ -41,7 +42,9 @@ class SinkMethods(StoreBase):
 
     def put_many_now(self, entries: Iterable[TokenEntry]) -> None:
         """`put_many`, blocking."""
-        raise_first(self._running().call_many(self._requests.put_many(entries)))
+        engine = self._running()
+        let_in = partial(self._let_in, engine.admission)
+        raise_first(engine.call_many(self._requests.put_many(entries), let_in))
 
     async def begin_call(
         self,
@@ -55,7 +58,8 @@ class SinkMethods(StoreBase):
     ) -> None:
         """A durable intent, before generation: a call that never comes back then shows as `open`.
 
-        If it raises, don't generate: `FrozenError` (also while a freeze waits), `RetiredError`, `DurabilityError` ...
+        If it raises, don't generate: `FrozenError` (also while a freeze waits), `RetiredError`, `DurabilityError`;
+        `NoSpaceError` on a disk that is nearly full, `BusyError` on one that can't follow: try again later.
         request_digests: 16 bytes per message of the request; a repeated history is stored once.
         """
         await self._await(

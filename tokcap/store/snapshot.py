@@ -16,7 +16,7 @@ from ..content import decode_content
 from ..entry import TokenEntry
 from ..errors import ClosedError, CorruptError
 from ..protocol import CallRecord
-from .buffers import map_or_read
+from .buffers import map_or_read, size_to_read
 from .files import Files
 from .frame import FORMAT_VERSION, Buffer, segment_seed
 from .layout import DAMAGED, MANIFEST, Directory, LinkName, snapshot_links
@@ -84,7 +84,13 @@ class Snapshot:
     def calls(self) -> tuple[CallRecord, ...]:
         """One record per call; damage appears as nameless lost calls with file and offset in `detail`."""
         if self._calls is None:
-            self._calls = self._index.calls()
+            try:
+                self._calls = self._index.calls()
+            except msgspec.DecodeError as error:
+                raise CorruptError(
+                    f"rollout {self.rollout_id}, version {self.version}: the checksum of the manifest holds, but its "
+                    f"calls can't be decoded ({error}); without the manifest the snapshot can be read"
+                ) from error
         return self._calls
 
     @property
@@ -152,16 +158,36 @@ class Entries(Sequence[TokenEntry]):
         self.sequences = Sequences(self.nodes, lambda node: this.load(node))
 
     def load(self, node: Node) -> StoredEntry:
-        """The stored part of a node, viewed in place."""
+        """The stored part of a node, viewed in place. Raises `CorruptError` if that is not what the manifest says."""
         if self._buffers is None:
             raise ClosedError(f"the snapshot of rollout {self._rollout_id} is closed")
-        return StoredEntry(
-            memoryview(self._buffers[node.segment])[node.body_start : node.body_start + node.body_length]
-        )
+        body = memoryview(self._buffers[node.segment])[node.body_start : node.body_start + node.body_length]
+        try:
+            stored = StoredEntry(body)
+        except msgspec.DecodeError as error:
+            raise self._unsound(node, error) from error
+        head = stored.head
+        if head.suffix != node.prompt - node.shared or head.generated != node.total - node.prompt:
+            raise self._unsound(node, "it has other lengths than the manifest says")
+        return stored
 
     def entry(self, index: int) -> TokenEntry:
-        """Node `index` as the entry that was put."""
-        return decode_entry(self._rollout_id, self.load(self.nodes[index]), self.sequences.prompt(index))
+        """Node `index` as the entry that was put. Raises `CorruptError` if it can't be decoded."""
+        node = self.nodes[index]
+        try:
+            return decode_entry(self._rollout_id, self.load(node), self.sequences.prompt(index))
+        except msgspec.DecodeError as error:
+            raise self._unsound(node, error) from error
+        except CorruptError as error:
+            raise error if error.path else self._unsound(node, error) from error
+
+    def _unsound(self, node: Node, why: object) -> CorruptError:
+        path = self._paths[node.segment]
+        return CorruptError(
+            f"{path}: the checksum of the record at offset {node.body_start} holds, but the record doesn't: {why}",
+            path=path,
+            offset=node.body_start,
+        )
 
     def release(self) -> None:
         self._buffers = None
@@ -269,8 +295,7 @@ def _read_manifest(files: Files, directory: Directory, rollout_id: str) -> Index
     except OSError:
         return None
     try:
-        size = files.fstat(fd).st_size
-        data = files.read(fd, size, 0)
+        data = files.read(fd, size_to_read(files, fd), 0)
     finally:
         files.close(fd)
     path = f"{directory.snapshot_path}/{MANIFEST}"
@@ -302,7 +327,7 @@ def load_buffer(files: Files, path: str, length: int) -> Buffer:
             raise CorruptError(f"{path} is not a regular file", path=path) from error
         raise
     try:
-        return map_or_read(files, fd, length)
+        return map_or_read(files, fd, min(length, size_to_read(files, fd)))
     finally:
         files.close(fd)
 

@@ -130,12 +130,16 @@ class SourceMethods(StoreBase):
             return
         self._signalling.add(fd)
         try:
-            fence.signal(fd, fence.CLOSING)
+            try:
+                fence.signal(fd, fence.CLOSING)
+            except OSError as error:
+                raise durability_error(error, f"rollout {rollout_id}: can't be closed to new calls", path) from error
             yield True
         finally:
             if fd in self._signalling:  # not in a child that was forked meanwhile
                 self._signalling.discard(fd)
-                self._files.close(fd)
+                with contextlib.suppress(OSError):  # nothing was written through it
+                    self._files.close(fd)
 
 
 class _Incarnation(Lifecycle):

@@ -7,7 +7,9 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 
+from ..errors import TokcapError
 from ..protocol import RolloutState
+from .files import durability_error
 from .layout import Directory
 from .lifecycle import Reset
 from .looking import Looker, RolloutStat
@@ -32,11 +34,17 @@ class FileStore(SinkMethods, SourceMethods):
     require_intent: refuse a put whose call has no `begin_call` in the current incarnation (`StaleAttemptError`).
     group: name or id of a group that shares the store (directories 2770, files 0660).
     allow_unsafe_fs: use file systems that are known to break hard links or locks (NFS, CIFS, FUSE), at your own risk.
-    lock_timeout_s: how long to wait for another process before `BusyError`.
+    lock_timeout_s: how long to wait for another process, or for room, before `BusyError`.
     segment_bytes: a segment that has grown to this size is sealed and another one started.
     max_entry_bytes: larger entries are refused.
     cache_bytes: bound on what is kept in memory of open rollouts (256 MB); of what is not kept, the next put reads the
         log again.
+    max_pending_bytes, max_pending_operations: bounds on the records of this object that wait for the disk (1 GiB,
+        65,536). Above them no call begins (`BusyError`), and puts wait for room, first come, first served, for
+        `lock_timeout_s` (then `BusyError`). `pending` shows what waits.
+    min_free_bytes, min_free_inodes: with less free on the file system no call begins (`NoSpaceError`); everything else
+        goes on, so that the records of calls that have begun find room. If None, a hundredth of the file system, 64 MB
+        and 1,000 inodes at most; 0 turns it off. Looked at once a second, sooner if much was written.
     sync_threads: syncs in flight; chosen by the type of the file system if None.
     sweep_every_s, tombstone_age_s: the store sweeps tombstones of that age by itself; 0 turns it off.
 
@@ -101,6 +109,8 @@ class FileStore(SinkMethods, SourceMethods):
     def _sweep_if_due(self) -> None:
         from filelock import FileLock, Timeout
 
+        if self._engine is not None:
+            self._engine.let_go_of_ended()
         path = self._layout.sweep_lock
         try:
             age = time.time() - os.stat(path).st_mtime
@@ -114,18 +124,31 @@ class FileStore(SinkMethods, SourceMethods):
             self.sweep_now(self._settings["tombstone_age_s"])
 
     async def expire(self, older_than_s: float) -> int:
-        """Remove open and frozen rollouts that nobody has touched for that long, consumed or not; how many went."""
+        """Remove open and frozen rollouts that nobody has touched for that long, consumed or not; how many went.
+
+        What fails for one of them is raised after all others.
+        """
         return await in_thread(lambda: self.expire_now(older_than_s))
 
     def expire_now(self, older_than_s: float) -> int:
         """`expire`, blocking."""
         limit = time.time() - older_than_s
         engine = self._running()
-        return sum(
-            bool(engine.call(Reset(rollout_id, changed_before=limit)))
-            for rollout_id, directory in directories(self._files, self._layout)
-            if isinstance(directory, Directory) and directory.state in ("open", "frozen")
-        )
+        removed = 0
+        failure: Exception | None = None
+        for rollout_id, directory in directories(self._files, self._layout):
+            try:
+                if not isinstance(directory, Directory):
+                    raise directory
+                if directory.state in ("open", "frozen"):
+                    removed += bool(engine.call(Reset(rollout_id, changed_before=limit)))
+            except (TokcapError, OSError) as error:
+                failure = failure or error
+        if isinstance(failure, OSError):
+            raise durability_error(failure, "can't look at every rollout", self._layout.rollouts) from failure
+        if failure is not None:
+            raise failure
+        return removed
 
 
 class Rollouts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import stat
 import threading
 import time
@@ -19,14 +20,18 @@ from ..protocol import RolloutState
 from . import fence
 from .engine import Engine
 from .files import Files, durability_error
-from .layout import Directory, Layout, is_note, look, remove_tree
-from .lifecycle import Lifecycle, Reset
+from .layout import Directory, Layout, Tombstone, is_note, look, remove_tree
+from .lifecycle import Lifecycle, Reset, rename_durably
 from .rollout import Rollout
-from .waiters import start_thread
+from .waiters import ThreadWaiter, start_thread
 
 __all__ = ("Housekeeper", "Usage", "directories", "sweep", "usage", "usage_of")
 
 logger = logging.getLogger("tokcap.store")
+
+_HOUR = 3600.0
+
+_OPENING = re.compile(r"(FORMAT|probe)-[0-9a-f]{16}(-link)?")
 
 
 class Usage(msgspec.Struct):
@@ -46,6 +51,10 @@ class Tidy(Lifecycle):
     def run(self, rollout: Rollout) -> bool:
         directory = rollout.look()
         if directory.tombstone is not None:
+            if _is_ahead(directory.tombstone):
+                now = msgspec.structs.replace(directory.tombstone, retired_at=time.time())
+                rename_durably(rollout, [(directory.tombstone_path, f"{rollout.path}/{now}")])
+                directory.tombstone = now
             rollout.files.fsync(rollout.fence_fd)  # whoever retired it may have died before this
             for name in rollout.files.listdir(directory.tombstone_path):
                 if not is_note(name):
@@ -57,6 +66,11 @@ class Tidy(Lifecycle):
             rollout.files.rmdir(rollout.path)
             rollout.close_descriptors()
         return True
+
+
+def _is_ahead(tombstone: Tombstone) -> bool:
+    """Whether the clock was set back since: it is as old as nobody knows, and would stay until the clock is there."""
+    return tombstone.retired_at > time.time() + _HOUR
 
 
 def rollout_ids(files: Files, layout: Layout) -> Iterator[str]:
@@ -109,10 +123,11 @@ def sweep(engine: Engine, older_than_s: float, *, dry_run: bool = False) -> int:
             except OSError as error:
                 logger.warning("sweep could not sync %s: %s", shard, error)
     if not dry_run and not engine.closed:
-        try:
-            _sweep_writers(engine.files, engine.layout)
-        except OSError as error:
-            logger.warning("sweep could not tidy %s: %s", engine.layout.writers, error)
+        for path, tidy in (engine.layout.writers, _sweep_writers), (engine.layout.root, _sweep_openings):
+            try:
+                tidy(engine.files, path)
+            except OSError as error:
+                logger.warning("sweep could not tidy %s: %s", path, error)
     return removed
 
 
@@ -134,7 +149,10 @@ def _sweep_rollouts(engine: Engine, limit: float, changed: list[str], dry_run: b
                 continue
             try:
                 if not dry_run and (
-                    directory.leftovers or directory.state == "absent" or _has_payload(engine, directory)
+                    directory.leftovers
+                    or directory.state == "absent"
+                    or (tombstone is not None and _is_ahead(tombstone))
+                    or _has_payload(engine, directory)
                 ):
                     engine.call(Tidy(rollout_id))
             except (TokcapError, OSError) as error:
@@ -169,12 +187,13 @@ def _remove_tombstones(engine: Engine, old: list[Directory], limit: float) -> in
 
 
 def _remove_empty(files: Files, old: list[Directory]) -> list[Directory]:
-    """Remove those tombstones that nothing is left of but name and notes, without a sync; the others come back.
+    """Remove those tombstones that nothing is left of but the name, without a sync; the others come back.
 
     None of them needs one of its own. A tombstone without payload was durable before the payload went, so nothing of
     the rollout can appear again but the tombstone, to be swept again. It can't appear beside what comes after it:
     its directory is gone, and a first put syncs the shard, where the new directory takes the name. If the directory
-    could not be removed, it is synced here, while its fence is held.
+    could not be removed, it is synced here, while its fence is held. One with notes is renamed first, as a whole: a
+    crash could keep it without them.
     """
     return [directory for directory in old if not _remove_if_empty(files, directory)]
 
@@ -190,12 +209,7 @@ def _remove_if_empty(files: Files, directory: Directory) -> bool:
             try:
                 if not fence.still_there(files, fd, directory.path):
                     return False
-                notes = files.listdir(directory.tombstone_path) if directory.notes else []
-                if not all(map(is_note, notes)):
-                    return False
-                for name in notes:
-                    files.unlink(f"{directory.tombstone_path}/{name}")
-                files.rmdir(directory.tombstone_path)  # which fails if there is a payload
+                files.rmdir(directory.tombstone_path)  # which fails if there is anything in it
                 try:
                     files.rmdir(directory.path)
                 except OSError:
@@ -215,10 +229,21 @@ def _has_payload(engine: Engine, directory: Directory) -> bool:
     return any(not is_note(name) for name in engine.files.listdir(directory.tombstone_path))
 
 
-def _sweep_writers(files: Files, layout: Layout) -> None:
+def _sweep_openings(files: Files, root: str) -> None:
+    """Remove what a process left that died while it opened the store, which takes milliseconds."""
+    for name in filter(_OPENING.fullmatch, files.listdir(root)):
+        path = f"{root}/{name}"
+        try:
+            if time.time() - files.stat(path).st_mtime > _HOUR:
+                files.unlink(path)
+        except OSError as error:
+            logger.warning("sweep could not remove %s: %s", path, error)
+
+
+def _sweep_writers(files: Files, writers: str) -> None:
     """Remove the liveness files of writers that are gone: nobody holds their lock, and names are never used again."""
-    for name in files.listdir(layout.writers):
-        path = f"{layout.writers}/{name}"
+    for name in files.listdir(writers):
+        path = f"{writers}/{name}"
         try:
             fd = files.open(path)
         except OSError:
@@ -275,41 +300,26 @@ def usage(files: Files, layout: Layout) -> dict[RolloutState, Usage]:
 
 
 class Housekeeper:
-    """Calls a store's sweep about once an hour, from a thread that never keeps the store or the interpreter alive.
+    """Calls a store's sweep about once an hour, from a thread that never keeps the store or the interpreter alive."""
 
-    `let_go` is called once the store is gone: nobody closed it, and its threads and descriptors would stay.
-    """
-
-    def __init__(
-        self,
-        owner: Any,
-        due: Callable[[Any], None],
-        let_go: Callable[[], object],
-        *,
-        first_s: float,
-        then_s: float,
-    ) -> None:
-        self._stop = threading.Event()
-        reference = weakref.ref(owner, lambda _: self._stop.set())
+    def __init__(self, owner: Any, due: Callable[[Any], None], *, first_s: float, then_s: float) -> None:
+        self._stop = ThreadWaiter()  # which a garbage collection may wake, whatever lock is held then
+        reference = weakref.ref(owner, lambda _: self.stop())
         self._thread = threading.Thread(
             target=_keep_house,
-            args=(reference, due, let_go, self._stop, first_s, then_s),
+            args=(reference, due, self._stop, first_s, then_s),
             name="tokcap-sweep",
             daemon=True,
         )
         self._thread.start()
 
     def stop(self) -> None:
-        self._stop.set()
+        with contextlib.suppress(RuntimeError):  # it is stopped already
+            self._stop.wake()
 
 
 def _keep_house(
-    reference: weakref.ref[Any],
-    due: Callable[[Any], None],
-    let_go: Callable[[], object],
-    stop: threading.Event,
-    first_s: float,
-    then_s: float,
+    reference: weakref.ref[Any], due: Callable[[Any], None], stop: ThreadWaiter, first_s: float, then_s: float
 ) -> None:
     delay = first_s
     while not stop.wait(delay):
@@ -322,5 +332,3 @@ def _keep_house(
             logger.exception("the hourly sweep failed; it is tried again later")
         del owner
         delay = then_s
-    if reference() is None:
-        let_go()

@@ -70,8 +70,11 @@ class _Event(ctypes.Structure):
 class KernelSyncs:
     """Up to `most` syncs in flight. Used by one thread; `close` before the descriptors are given away."""
 
+    _is_open = False
+
     def __init__(self, context: int, most: int, eventfd: int, numbers: tuple[int, int, int, int]) -> None:
         self.most = most
+        self._process = os.getpid()
         self._context = ctypes.c_ulong(context)
         _, self._destroy, self._getevents, self._submit = map(ctypes.c_long, numbers)
         self._blocks = (_ControlBlock * most)()
@@ -82,6 +85,7 @@ class KernelSyncs:
         self._addresses = [ctypes.addressof(block) for block in self._blocks]
         for position, block in enumerate(self._blocks):
             block.data, block.flags, block.eventfd = position, _SIGNAL_EVENTFD, eventfd
+        self._is_open = True
 
     @classmethod
     def open(cls, most: int, eventfd: int) -> KernelSyncs | None:
@@ -135,12 +139,25 @@ class KernelSyncs:
         rest: list[tuple[Any, OSError | None]] = []
         while self.in_flight:
             rest += self._collect(self.in_flight)
-        _call(self._destroy, self._context)
+        if self._is_open:
+            self._is_open = False
+            _call(self._destroy, self._context)
         return rest
+
+    def __del__(self) -> None:
+        # Of a store that could not be made whole. In a forked child the number may be that of a context of its own.
+        if self._is_open and self._process == os.getpid():
+            self._is_open = False
+            _call(self._destroy, self._context)
 
     def _collect(self, least: int) -> list[tuple[Any, OSError | None]]:
         call = _call if least else _call_at_once
-        count = call(self._getevents, self._context, ctypes.c_long(least), ctypes.c_long(self.most), self._events, None)
+        count = -1
+        ctypes.set_errno(errno.EINTR)
+        while count < 0 and ctypes.get_errno() == errno.EINTR:  # nobody rings again for what is not collected now
+            count = call(
+                self._getevents, self._context, ctypes.c_long(least), ctypes.c_long(self.most), self._events, None
+            )
         done: list[tuple[Any, OSError | None]] = []
         for event in self._events[: max(0, count)]:
             position, result = event.data, event.result
@@ -153,6 +170,6 @@ class KernelSyncs:
 _library = ctypes.CDLL(None, use_errno=True)
 _call = _library.syscall
 _call.restype = ctypes.c_long
-_call_at_once = ctypes.PyDLL(None).syscall
+_call_at_once = ctypes.PyDLL(None, use_errno=True).syscall
 """For calls that never wait: without giving the interpreter away and having to wait for it again."""
 _call_at_once.restype = ctypes.c_long

@@ -30,8 +30,9 @@ class ThreadWaiter:
         self._done = threading.Lock()
         self._done.acquire()
 
-    def wait(self) -> None:
-        self._done.acquire()
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Whether it is done; False after `timeout_s`."""
+        return self._done.acquire(timeout=timeout_s)
 
     def wake(self) -> None:
         self._done.release()
@@ -44,10 +45,19 @@ class Mailbox:
         self._loop = weakref.ref(loop)  # or a store would keep every loop that it ever served
         self._finished: deque[Operation] = deque()
         self._called = False
+        self._looking = False
 
     def belongs_to(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether this is the mailbox of `loop`."""
         return self._loop() is loop
+
+    def look_again(self) -> None:
+        """In the thread of the loop: a signal handler that raised may have cost the call that was to come."""
+        if self._finished and not self._looking:
+            loop = self._loop()
+            if loop is not None:
+                loop.call_soon(self._empty)
+                self._looking = True
 
     def post(self, operations: list[Operation]) -> None:
         self._finished.extend(operations)
@@ -59,19 +69,23 @@ class Mailbox:
                     loop.call_soon_threadsafe(self._empty)
 
     def _empty(self) -> None:
-        self._called = False
+        self._called = self._looking = False
         finished = self._finished
-        while finished:
-            operation = finished.popleft()
-            future = operation.waiter[1]
-            operation.waiter = None
-            if future.done():
-                continue  # cancelled: the record is whole all the same
-            error = operation.take_error()
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(operation.result)
+        try:
+            while finished:
+                # Taken off only when its future is done: a signal handler may raise in between.
+                operation = finished[0]
+                future = operation.waiter[1]
+                if not future.done():  # else cancelled: the record is whole all the same
+                    if operation.error is not None:
+                        future.set_exception(operation.error)
+                    else:
+                        future.set_result(operation.result)
+                finished.popleft()
+                operation.waiter = operation.error = None
+        except BaseException:
+            self.look_again()
+            raise
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:

@@ -125,7 +125,7 @@ def _with_object(stage: Stage, name: str) -> Stage:
 
 def test_each_sync_that_is_left_out_is_missed(explorer: Explorer) -> None:
     stages = [explorer.record(script) for script in SCRIPTS.values()]
-    for then in range(2):
+    for then in range(len(AFTERWARDS)):
         for name in DEATHS:
             for after in range(30):
                 try:

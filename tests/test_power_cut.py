@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.children import Nursery, nursery
-from tests.proofs.power_disk import FILE_SYSTEMS, reason_against, workplace
+from tests.proofs.power_disk import FILE_SYSTEMS, formatted, mounted, reason_against, workplace
 from tests.proofs.power_shutdown import cut_while_working
+from tokcap import FileStore
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +37,15 @@ def test_what_was_acknowledged_survives_a_power_cut(name: str, seed: int, place:
     cut = cut_while_working(fs, place, children, seed=seed, rollouts=24)
     assert cut.problems == []
     assert cut.acknowledged > 0
+
+
+@pytest.mark.parametrize("name", ["ext4", "ext4-without-journal", "xfs"])
+def test_an_ext4_without_a_journal_warns_once(name: str, place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fs = FILE_SYSTEMS[name]
+    if reason := reason_against(fs, recording=False):
+        pytest.skip(reason)
+    with mounted(fs, formatted(fs, place / "image"), place / "disk") as disk:
+        for _ in range(2):
+            FileStore(disk / "store", sweep_every_s=0).close_now()
+    warned = [record for record in caplog.records if "without a journal" in record.getMessage()]
+    assert len(warned) == (1 if name == "ext4-without-journal" else 0)

@@ -193,16 +193,29 @@ class Files:
         kernel makes a new node under /sys/fs for each mount of an ext4, xfs or f2fs; other kinds have none.
         """
         device = os.stat(path).st_dev
-        node = self._mount_nodes.get(device)
-        if node is None:
-            name = os.path.basename(os.path.realpath(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
-            nodes = (f"/sys/fs/{kind}/{name}" for kind in ("ext4", "xfs", "f2fs"))
-            node = self._mount_nodes[device] = next((node for node in nodes if os.path.isdir(node)), "")
+        node = self._mount_node(device)
         try:
             return str(os.stat(node).st_ino) if node else ""
         except OSError:
             del self._mount_nodes[device]
             return ""
+
+    def _mount_node(self, device: int) -> str:
+        node = self._mount_nodes.get(device)
+        if node is None:
+            name = os.path.basename(os.path.realpath(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+            nodes = (f"/sys/fs/{kind}/{name}" for kind in ("ext4", "xfs", "f2fs"))
+            node = self._mount_nodes[device] = next((node for node in nodes if os.path.isdir(node)), "")
+        return node
+
+    def lacks_journal(self, path: str) -> bool:
+        """Whether `path` is on an ext4 that is known to have no journal."""
+        node = self._mount_node(os.stat(path).st_dev)
+        try:
+            with open(f"{node}/journal_task") as file:
+                return file.read().strip() == "<none>"
+        except OSError:  # another file system, or no /sys
+            return False
 
     def free_space(self, path: str) -> FreeSpace:
         """Of the file system that holds `path`."""

@@ -283,6 +283,13 @@ def _check_file_system(files: Files, layout: Layout, allow_unsafe: bool) -> str:
             kind,
             "nothing survives a power cut" if kind != "overlay" else "not the removal of the container",
         )
+    if kind == "ext4" and layout.root not in _WARNED and files.lacks_journal(layout.root):
+        _WARNED.add(layout.root)
+        logger.warning(
+            "%s is on an ext4 without a journal: after a power cut e2fsck may give what is durable to files that were "
+            "removed shortly before; tune2fs -O has_journal gives it one",
+            layout.root,
+        )
     return kind
 
 

@@ -452,6 +452,37 @@ def test_the_cache_stays_within_its_bytes_and_what_was_evicted_goes_on_exactly(s
                 assert list(snapshot.entries) == entries
 
 
+def test_the_cache_stays_within_its_bytes_if_every_rollout_is_asked_for_more(store_dir: Path) -> None:
+    bound, largest = 2 << 20, 0
+
+    async def act(store: FileStore) -> list[TokenEntry]:
+        nonlocal largest
+        puts = [
+            entry(f"{call}", np.arange(number, number + 30_000) + 40_000 * call, rollout=f"r-{number}")
+            for call in range(12)
+            for number in range(20)
+        ]
+        numbers = iter(range(len(puts)))
+
+        async def some() -> None:
+            nonlocal largest
+            for number in numbers:
+                await store.put(puts[number])
+                largest = max(largest, cached_bytes(store))
+
+        await asyncio.gather(*(some() for _ in range(80)))
+        return puts
+
+    with FileStore(store_dir, sweep_every_s=0, files=SlowDevice(), cache_bytes=bound, sync_threads=8) as store:
+        puts = asyncio.run(act(store))
+        # What is at work at the moment is not let go of: eight are written, and as many wait for their next turn.
+        assert largest <= bound + 16 * 6 * 120_000
+        for number in range(20):
+            with store.freeze_now(f"r-{number}") as snapshot:
+                expected = sorted((p for p in puts if p.rollout_id == f"r-{number}"), key=lambda p: p.model_call_id)
+                assert sorted(snapshot.entries, key=lambda stored: stored.model_call_id) == expected
+
+
 def test_what_is_cached_of_a_rollout_is_dropped_at_its_freeze(store_dir: Path) -> None:
     with FileStore(store_dir, sweep_every_s=0, files=UnsyncedFiles()) as store:
         for number in range(20):

@@ -340,7 +340,7 @@ class Engine(Kept):
                 self._evict(queued)
                 self._let_go_of_ended()
             else:
-                self._keep_descriptors(queued)
+                self._keep_in_turn(queued)
         if again:
             self._to_committer(queued)
 

@@ -92,6 +92,18 @@ class Kept:
                 self._remember_unsealed(rollout_id)
         else:
             self._keep_descriptors(queued)
+        self._free_memory()
+
+    def _keep_in_turn(self, queued: Queued) -> None:
+        """`_evict` for a rollout that is asked for more already: between two turns, nobody serves it."""
+        self._keep_descriptors(queued)
+        self._free_memory()
+        if self._cached_bytes > self.cache_bytes:  # the others are all at work, too: it reads its log again
+            queued.rollout.drop()
+            self._weigh(queued)
+
+    def _free_memory(self) -> None:
+        """Let go of rollouts that are idle, if what is kept takes too much memory. The guard is held."""
         for _ in range(_EVICTED_AT_ONCE):
             if (self._cached_bytes <= self.cache_bytes and len(self._queued) <= _MOST_LOGS) or len(self._queued) <= 1:
                 break

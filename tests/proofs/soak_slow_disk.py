@@ -19,7 +19,7 @@ from tokcap.errors import BusyError, TokcapError
 from tokcap.store.files import Files
 
 from .part import Outcome
-from .soak_watch import MIB, vitals
+from .soak_watch import MIB, give_back, vitals
 
 __all__ = ("SlowFiles", "slow_disk")
 
@@ -106,12 +106,12 @@ class _Callers:
 async def _run(
     callers: _Callers, files: SlowFiles, count: int, seconds: float, stall_s: float, pending_bytes: int, rounds: int
 ) -> tuple[int, int]:
-    """The most memory, and the most bytes that waited.
+    """The most memory that was held, without what the allocator keeps of freed memory, and the most bytes that waited.
 
     Half of the time, the stall, the other half; again if nobody was refused yet, at most so many times.
     """
     tasks = [asyncio.create_task(callers.call(number)) for number in range(count)]
-    most_memory = most_pending = 0
+    most_memory = most_pending = looks = 0
     for _ in range(rounds):
         begun = time.monotonic()
         while (now := time.monotonic() - begun) < seconds + stall_s:
@@ -120,7 +120,10 @@ async def _run(
             else:
                 files.go_on()
             await asyncio.sleep(0.05)
-            most_memory = max(most_memory, vitals().memory)
+            looks += 1
+            if looks % 10 == 0:
+                give_back()
+                most_memory = max(most_memory, vitals().memory)
             most_pending = max(most_pending, _waiting(callers.store))
         files.go_on()
         if (callers.counts["begin refused"] and callers.counts["put gave up"]) or most_pending > pending_bytes + BEGINS:

@@ -5,6 +5,7 @@ Memory is what a process has for itself (`RssAnon`): mapped files are the kernel
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -19,7 +20,27 @@ import numpy as np
 
 from tokcap.store.files import Files, Modes
 
-__all__ = ("CountedFiles", "Vitals", "blocks", "free_inodes", "largest_directory", "names_below", "slope", "vitals")
+__all__ = (
+    "CountedFiles",
+    "Vitals",
+    "blocks",
+    "free_inodes",
+    "give_back",
+    "largest_directory",
+    "names_below",
+    "slope",
+    "vitals",
+)
+    "CountedFiles",
+    "Vitals",
+    "blocks",
+    "free_inodes",
+    "give_back",
+    "largest_directory",
+    "names_below",
+    "slope",
+    "vitals",
+)
 
 MIB = 1 << 20
 
@@ -47,6 +68,13 @@ def vitals(pid: int | str = "self") -> Vitals:
             threads = int(line.split()[1])
     maps = (process / "maps").read_text().count("\n")
     return Vitals(time.monotonic(), memory, len(os.listdir(process / "fd")), threads, maps)
+
+
+def give_back() -> None:
+    """Have the allocator give the kernel what it keeps of freed memory, where it can; the rest is really held."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:

@@ -31,16 +31,6 @@ __all__ = (
     "slope",
     "vitals",
 )
-    "CountedFiles",
-    "Vitals",
-    "blocks",
-    "free_inodes",
-    "give_back",
-    "largest_directory",
-    "names_below",
-    "slope",
-    "vitals",
-)
 
 MIB = 1 << 20
 

@@ -183,7 +183,7 @@ def test_a_redirect_of_a_mounted_application_keeps_root_and_prefix() -> None:
         ("https://h/root/v1", {}, f"https://h/root/ng-rollout/r{TRAINING}/v1"),
     ],
 )
-def test_the_base_url_puts_the_prefix_before_the_version(base: str, options: dict[str, bool], expected: str) -> None:
+def test_the_base_url_puts_the_prefix_before_the_version(base: str, options: dict[str, Any], expected: str) -> None:
     assert rollout_base_url(base, "r", **options) == expected
 
 

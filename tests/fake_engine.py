@@ -101,7 +101,7 @@ class Notebook:
         paths = sorted(self._directory.glob("seen-*.jsonl" if label is None else f"seen-{quote(label, safe='')}.jsonl"))
         found: dict[str, dict[str, Any]] = {}
         for path in paths:
-            for line in path.read_text().splitlines():
+            for line in path.read_text().split("\n")[:-1]:  # what stands behind the last line end is being written
                 what = json.loads(line)
                 found.setdefault(what["key"], {}).update(what)
         return [msgspec.convert(each, Seen) for each in found.values()]

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,15 @@ ANSWER = {
 }
 
 nursery = pytest.fixture(scope="module")(_nursery)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_store() -> Iterator[None]:
+    """What a store says of its file system is not meant here."""
+    store = logging.getLogger("tokcap.store")
+    store.setLevel(logging.ERROR)
+    yield
+    store.setLevel(logging.NOTSET)
 
 
 class Clock:

@@ -467,7 +467,7 @@ def test_a_client_is_told_why_and_when_to_come_back() -> None:
     assert answer_to(DurabilityError("no"))[b"retry-after"] == b"5"
 
 
-def test_a_full_disk_is_a_503_and_costs_no_generation(store_dir: Path) -> None:
+def test_a_full_disk_is_a_503_and_costs_no_generation(store_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked: list[str] = []
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
@@ -492,10 +492,12 @@ def test_a_full_disk_is_a_503_and_costs_no_generation(store_dir: Path) -> None:
         sent.append(message)
 
     async def main() -> None:
-        await middleware(scope, receive, send)
+        for _ in range(2):
+            await middleware(scope, receive, send)
         await close_process_endpoints()
 
     asyncio.run(main())
+    assert caplog.text.count("a call was answered 503 and not begun: nothing was generated") == 1
     headers = dict(sent[0]["headers"])
     assert (sent[0]["status"], headers[b"retry-after"]) == (503, b"30")
     assert b"fewer than min_free_bytes" in sent[1]["body"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     yield
     asyncio.run(close_process_endpoints())
+
+
+def forget_filters() -> None:
+    for name in ("uvicorn.access", "uvicorn.asgi", "hypercorn.access", "gunicorn.access"):
+        logging.getLogger(name).filters.clear()
 
 
 # ---- ids
@@ -148,17 +154,69 @@ def test_a_wrong_token_and_none_are_answered_alike_in_the_shape_of_the_route(tmp
     assert served.written() == []
 
 
+@pytest.mark.parametrize(
+    ("port", "location", "shown"),
+    [
+        (8000, "/v1/x", True),
+        (8000, "http://node:8000/v1/x", True),
+        (8000, "http://10.0.0.1:8000/v1/x", True),
+        (80, "http://10.0.0.1/v1/x", True),
+        (8000, "http://10.0.0.1/v1/x", False),
+        (8000, "http://node/v1/x", False),
+        (8000, "http://10.0.0.1:9000/v1/x", False),
+        (8000, "//other.test/v1/x", False),
+        (8000, "http://node:8000@other.test/v1/x", False),
+        (8000, "http://other.test\\@node:8000/v1/x", False),
+        (8000, "https://node:8000.other.test/v1/x", False),
+    ],
+)
+def test_a_redirect_takes_the_token_to_no_other_server(port: int, location: str, shown: bool) -> None:
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 307, "headers": [(b"location", location.encode())]})
+        await send({"type": "http.response.body", "body": b""})
+
+    sent_: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent_.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    app = CaptureMiddleware(engine, {}, rollout_secret=SECRET)
+    raw = f"/ng-rollout/r-1~{right_token('r-1')}/v1/models".encode()
+    scope = {**security_urls.scope_of(raw, [(b"host", b"node:8000")]), "method": "GET", "server": ("10.0.0.1", port)}
+    try:
+        asyncio.run(app(scope, receive, send))
+    finally:
+        forget_filters()
+    ((_, found),) = sent_[0]["headers"]
+    assert found.decode() == (
+        location.replace("/v1/x", f"/ng-rollout/r-1~{right_token('r-1')}/v1/x") if shown else location
+    )
+
+
 def test_requests_without_the_prefix_need_no_token(tmp_path: Path) -> None:
     served = Served(tmp_path, rollout_secret=SECRET)
     assert sent(served, CHAT.encode())[0] == 200
 
 
-def test_a_server_that_knows_no_secret_does_not_pass_a_token_as_if_it_was_checked(tmp_path: Path) -> None:
-    served = Served(tmp_path)
-    status, body = sent(served, f"/ng-rollout/r-1~{right_token('r-1')}{CHAT}".encode())
+@pytest.mark.parametrize("header", [True, False])
+def test_a_server_that_knows_no_secret_does_not_pass_a_token_as_if_it_was_checked(header: bool, tmp_path: Path) -> None:
+    served, token = Served(tmp_path), right_token("r-1")
+    headers = [(b"X-Tokcap-Rollout-Token", token.encode())] if header else []
+    path = f"/ng-rollout/r-1{'' if header else f'~{token}'}{CHAT}"
+    logger = logging.getLogger("uvicorn.access")
+    try:
+        status, body = sent(served, path.encode(), headers)
+        record = logging.LogRecord(logger.name, 20, "", 0, "%s", (path,), None)
+        assert logger.filter(record)  # before the server writes its line, with an answer that has begun
+    finally:
+        forget_filters()
     assert (status, served.reached) == (400, [])
     assert b"rollout_secret" in body
-    assert right_token("r-1").encode() not in body
+    assert token.encode() not in body
+    assert token not in record.getMessage()
 
 
 @pytest.mark.parametrize("base", ["http://h:8000", "http://h:8000/v1", "http://h/root/v1"])
@@ -186,6 +244,8 @@ def test_the_base_url_of_a_rollout_holds_its_token(base: str, training: bool) ->
         {"token": "x" * 32 + "\n"},
         {"secret": "too short"},
         {"secret": ""},
+        {"secret": f"{SECRET}\n"},
+        {"secret": 32 * "\udcff"},
         {"token": "x" * 32, "secret": SECRET},
     ],
 )
@@ -231,6 +291,8 @@ def test_secrets_come_from_a_setting_a_file_or_the_environment(tmp_path: Path, m
         ({"rollout_secret": (SECRET, "")}, "rollout_secret is empty"),
         ({"rollout_secret": "fifteen letters"}, "shorter than 16 bytes"),
         ({"rollout_secret": (SECRET, "fifteen letters")}, "shorter than 16 bytes"),
+        ({"rollout_secret": f"{SECRET}\n"}, "begins or ends with white space"),
+        ({"rollout_secret": "fifteen letters" + 20 * "\udcff"}, "is no text in UTF-8"),
         ({"rollout_secret_file": ""}, "rollout_secret_file is empty"),
         ({"rollout_secret_file": "/no/such/file"}, "can't be read: No such file"),
         ({"rollout_secret_file": "EMPTY"}, "holds no secret"),
@@ -253,10 +315,39 @@ def test_a_secret_that_is_none_keeps_the_server_from_starting_and_is_not_shown(
     assert SECRET not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "   "])
-def test_an_empty_variable_is_no_permission(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKCAP_ROLLOUT_SECRET", text)
-    with pytest.raises(ConfigError, match="rollout_secret is empty"):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("TOKCAP_ROLLOUT_SECRET", ""), ("TOKCAP_ROLLOUT_SECRET", "   "), ("TOKCAP_ROLLOUT_SECRET_FILE", "")],
+)
+def test_an_empty_variable_is_no_permission(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"{name} is empty"):
+        Served(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rollout_secret", "rollout_secret_file"])
+def test_a_setting_that_is_null_is_no_permission(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As YAML reads a line with nothing behind the colon. What the environment says holds, as without the line."""
+    file = tmp_path / "secrets"
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    block = {"tokcap_serving": {name: None}}
+    with pytest.raises(ConfigError, match=f"{name} is null"):
+        serving_settings(block)
+    value = str(file) if name == "rollout_secret_file" else "k" * 16
+    other = {"tokcap_serving": {name: value}}
+    assert getattr(serving_settings(other, **{name: None}), name) == value
+    monkeypatch.setenv(f"TOKCAP_{name.upper()}", value)
+    found = [getattr(serving_settings(each, **given), name) for each in (block, {}) for given in ({}, {name: None})]
+    assert found == [(value,) if name == "rollout_secret" else value] * 4
+
+
+def test_a_variable_of_bytes_that_are_no_text_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `?` for each byte anybody could make the tokens."""
+    monkeypatch.setitem(os.environb, b"TOKCAP_ROLLOUT_SECRET", bytes(range(0xE0, 0x100)))
+    with pytest.raises(ConfigError, match="is no text in UTF-8"):
         Served(tmp_path)
 
 
@@ -315,5 +406,4 @@ def test_access_logs_of_the_usual_servers_show_no_tokens(tmp_path: Path, caplog:
         ]
         assert sum(isinstance(each, WithoutTokens) for each in logger.filters) == 1
     finally:
-        for name in ("uvicorn.access", "uvicorn.asgi", "hypercorn.access", "gunicorn.access"):
-            logging.getLogger(name).filters.clear()
+        forget_filters()

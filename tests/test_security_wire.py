@@ -32,6 +32,7 @@ from tokcap.errors import InvalidOptionError
 from tokcap.serve import app as app_module
 from tokcap.serve import connection, headers, proxied, upstream
 from tokcap.serve.app import ServedApp
+from tokcap.serve.heads import bounded_protocol
 from tokcap.serve.options import ServeOptions, options_from_environment
 from tokcap.serve.patience import PatientReceive, SlowClientError, patient_protocol
 from tokcap.serve.server import server_of
@@ -203,6 +204,44 @@ def test_a_head_that_never_gets_whole_ends_its_connection(parser: str, sent: byt
     assert not asyncio.run(act(None))
 
 
+@PARSERS
+@pytest.mark.parametrize(("piece", "is_cut"), [(2**24, False), (1, True)])
+def test_the_rest_of_a_body_that_is_answered_already_may_flow_on(parser: str, piece: int, is_cut: bool) -> None:
+    """Clients that send all of it before they read would lose the answer with their connection. A sender of single
+    bytes, and one that stops, are shown out. The clock is set forward.
+    """
+
+    async def act() -> list[bool]:
+        loop, later = asyncio.get_running_loop(), [0.0]
+        time = loop.time
+        setattr(loop, "time", lambda: time() + later[0])  # noqa: B010 - a method
+        base = uvicorn.Config(ok, http=parser, log_config=None, lifespan="off")
+        base.load()
+        made: Any = patient_protocol(10_000, base.http_protocol_class)
+        transport = Transport()
+        protocol = made(config=base, server_state=ServerState(), app_state={})
+
+        async def pass_by(seconds: float) -> None:
+            later[0] += seconds
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        protocol.connection_made(transport)
+        protocol.data_received(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n")
+        await pass_by(0)
+        assert b" 204 " in transport.written
+        for _ in range(5):
+            protocol.data_received(bytes(piece))
+            await pass_by(6_000)
+        closed = [transport.closed]
+        await pass_by(6_000)
+        closed.append(transport.closed)
+        protocol.connection_lost(None)
+        return closed
+
+    assert asyncio.run(act()) == [is_cut, True]
+
+
 def test_a_body_may_take_as_long_as_its_length_and_only_waiting_for_it_counts() -> None:
     async def act(patience_s: float, *messages: dict[str, Any]) -> int:
         left = list(messages)
@@ -302,6 +341,68 @@ def test_how_long_a_client_may_take_is_an_option() -> None:
     for text in ("-1", "nan", "soon"):
         with pytest.raises(InvalidOptionError, match=r"client_timeout|TOKCAP_CLIENT_TIMEOUT"):
             options_from_environment({**environment, "TOKCAP_CLIENT_TIMEOUT": text})
+
+
+# ---- large heads
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@PARSERS
+@pytest.mark.parametrize(
+    ("before", "piece"),
+    [
+        (b"GET /", b"x" * 4096),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nx: ", b"x" * 4096),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n", b"x: y\r\n" * 600),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\nhost: x\r\n", b"x: y\r\n" * 600),
+        (CHUNKED + b"1\r\nx\r\n0\r\n", b"x: y\r\n" * 600),
+        (CHUNKED + b"1;", b"x" * 4096),
+    ],
+    ids=["target", "field", "fields", "next head", "trailers", "extension of a chunk"],
+)
+def test_a_head_without_an_end_is_not_kept(parser: str, before: bytes, piece: bytes) -> None:
+    async def act() -> int:
+        base = uvicorn.Config(reads_all, http=parser, log_config=None, lifespan="off")
+        base.load()
+        made: Any = bounded_protocol(base.http_protocol_class)
+        transport = Transport()
+        protocol = made(config=base, server_state=ServerState(), app_state={})
+        protocol.connection_made(transport)
+        protocol.data_received(before)
+        count = 0
+        while not transport.closed and count < 1_000:
+            protocol.data_received(piece)
+            count += 1
+            await asyncio.sleep(0)
+        protocol.connection_lost(None)
+        return count
+
+    assert asyncio.run(act()) <= 20
+
+
+@PARSERS
+def test_a_body_of_any_length_and_any_number_of_requests_are_within_the_bound_of_a_head(parser: str) -> None:
+    async def act() -> tuple[bool, int]:
+        base = uvicorn.Config(reads_all, http=parser, log_config=None, lifespan="off")
+        base.load()
+        made: Any = bounded_protocol(base.http_protocol_class)
+        transport = Transport()
+        protocol = made(config=base, server_state=ServerState(), app_state={})
+        protocol.connection_made(transport)
+        get = b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 8_000 + b"\r\n\r\n"
+        end = b"4000\r\n" + bytes(0x4000) + b"\r\n0\r\n\r\n"
+        for pieces in [(get,), (CHUNKED, *[b"1\r\nx\r\n"] * 500, end)] * 30:
+            for piece in pieces:
+                protocol.data_received(piece)
+            for _ in range(20):
+                await asyncio.sleep(0)
+        closed = transport.closed
+        protocol.connection_lost(None)
+        return closed, transport.written.count(b" 204 ")
+
+    assert asyncio.run(act()) == (False, 60)
 
 
 # ---- large bodies

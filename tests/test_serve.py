@@ -32,6 +32,7 @@ from tests.proxy_harness import (
     serving,
 )
 from tokcap import FileStore
+from tokcap.asgi import rollout_token
 from tokcap.asgi.interface import Message
 from tokcap.capture import CaptureContext, captured_call
 from tokcap.config import close_process_endpoints
@@ -585,6 +586,27 @@ def test_engine_that_comes_up_later_is_asked_when_it_is_needed(background: Backg
         assert ask(port, PREFIX + CHAT, "POST", body=REQUEST).status == 400
     # Asked at the start, for the call that was refused, and for the one that wasn't.
     assert [each.target for each in heard].count(b"/version") == 3
+
+
+def test_what_a_proxy_was_told_is_read_when_it_starts_and_not_when_the_engine_is_known(
+    background: Background, behind: Behind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of secrets may be a pipe, or be gone by then."""
+    secret, file = "a secret of thirty-two bytes, say", tmp_path / "secrets"
+    file.write_text(secret)
+    file.chmod(0o600)
+    monkeypatch.setenv("TOKCAP_ROLLOUT_SECRET_FILE", str(file))
+    pages: dict[str, Any] = {"/version": 503, CHAT: 400}
+    heard, handler = answers_of(pages)
+    path = f"/ng-rollout/r-1~{rollout_token(secret, 'r-1')}/training-token-capture{CHAT}"
+    with served(background, behind(handler).url) as port:
+        file.unlink()
+        pages |= {"/version": 404, "/server_info": {"version": "0.5.15", "server_args": {}}}
+        assert ask(port, path, "POST", body=REQUEST).status == 400
+        assert ask(port, PREFIX + CHAT, "POST", body=REQUEST).status == 403
+        assert ask(port, "/tokcap/health").json["engine"] == "sglang"
+    (asked,) = [json.loads(each.body) for each in heard if each.target.decode() == CHAT]
+    assert asked["return_meta_info"] is True  # as only this engine is asked
 
 
 def test_engine_that_is_not_there_yet_is_no_reason_not_to_start(background: Background, captures: Path) -> None:

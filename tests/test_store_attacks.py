@@ -280,7 +280,9 @@ class TwoLinks(Files):
     """A file system that says of every directory that it has two links, as some in user space do."""
 
     def _of(self, there: os.stat_result) -> os.stat_result:
-        return os.stat_result((*there[:3], 2, *there[4:])) if stat.S_ISDIR(there.st_mode) else there
+        if not stat.S_ISDIR(there.st_mode):
+            return there
+        return os.stat_result((*there[:3], 2, *there[4:]), {"st_ctime_ns": there.st_ctime_ns})
 
     def stat(self, path: str) -> os.stat_result:
         return self._of(super().stat(path))

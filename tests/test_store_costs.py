@@ -21,6 +21,7 @@ import pytest
 from tests.store_worker import UnsyncedFiles
 from tokcap import FileStore, TokenEntry
 from tokcap.errors import FrozenError, RetiredError, StaleAttemptError
+from tokcap.store import serving
 from tokcap.store.files import Files
 
 ROLLOUT = "r-1"
@@ -142,8 +143,9 @@ def test_every_other_record_is_one_write_and_one_sync_too(store: FileStore, file
 
 
 def test_the_first_record_of_a_rollout_also_syncs_every_name_that_leads_to_it(
-    store: FileStore, files: CountingFiles
+    store: FileStore, files: CountingFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(serving, "_TICK_NS", 0)
     store.put_now(entry(0))
     store.reset_now(ROLLOUT)
     files.during()

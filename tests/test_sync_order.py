@@ -20,6 +20,7 @@ import pytest
 from tests.faulty_files import Fault, FaultyFiles
 from tokcap import FileStore, TokenEntry
 from tokcap.errors import DurabilityError
+from tokcap.store import serving
 from tokcap.store.files import Files
 
 INCARNATION = re.compile(r"[0-9a-f]{32}")
@@ -139,7 +140,11 @@ LATER_PUT = (
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_a_put_is_durable_with_every_name_that_leads_to_it(recorded: Recorded, asynchronous: bool) -> None:
+def test_a_put_is_durable_with_every_name_that_leads_to_it(
+    recorded: Recorded, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_TICK_NS", 0)
+
     def run(call: str) -> Callable[[FileStore], None]:
         return lambda store: asyncio.run(store.put(entry(call))) if asynchronous else store.put_now(entry(call))
 

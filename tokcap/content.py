@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,11 +26,14 @@ __all__ = (
     "MAX_NESTING",
     "MAX_REPEATED",
     "UNSTORABLE_KEY",
+    "apart_from_the_stack",
     "count_unstorable",
     "decode_content",
     "encode_content",
     "storable",
 )
+
+_T = TypeVar("_T")
 
 UNSTORABLE_KEY = "__tokcap_unstorable__"
 MAX_NESTING = 200
@@ -184,8 +189,12 @@ def encode_content(value: Any, *, canonical: bool = False) -> bytes:
     encoder = _sorting_encoder if canonical else _encoder
     try:
         return encoder.encode(value)
-    except (OverflowError, UnicodeEncodeError):
+    except (OverflowError, UnicodeEncodeError, RecursionError):
+        pass
+    try:
         return encoder.encode(_with_extensions(value, encoder))
+    except RecursionError:
+        return apart_from_the_stack(lambda: encoder.encode(_with_extensions(value, encoder)))
 
 
 def _with_extensions(value: Any, encoder: msgspec.msgpack.Encoder) -> Any:
@@ -241,6 +250,33 @@ _decoder = msgspec.msgpack.Decoder(ext_hook=_extension)
 def decode_content(data: bytes | memoryview) -> Any:
     """The value that `encode_content` was given. Raises `msgspec.DecodeError` on bytes that it did not write."""
     try:
-        return _decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:  # an older msgspec lets the first through
+        try:
+            return _decoder.decode(data)
+        except RecursionError:
+            return apart_from_the_stack(lambda: _decoder.decode(data))
+    except UnicodeDecodeError as error:  # an older msgspec lets it through
         raise msgspec.DecodeError(f"damaged content: {error}") from error
+
+
+def apart_from_the_stack(function: Callable[[], _T]) -> _T:
+    """What `function` gives on a stack of its own, after a `RecursionError` on one that may have been nearly full.
+
+    Raises `msgspec.DecodeError` for what is nested too deeply all the same: nothing that is written here is.
+    """
+    results: list[_T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="tokcap-content")
+    thread.start()
+    thread.join()
+    for failure in failures:
+        if isinstance(failure, RecursionError):
+            raise msgspec.ValidationError("it is nested too deeply") from failure
+        raise failure
+    return results[0]

@@ -58,16 +58,17 @@ _ACCESS_LOGS = ("uvicorn.access", "uvicorn.asgi", "hypercorn.access", "gunicorn.
 
 def rollout_token(secret: str, rollout_id: str) -> str:
     """The token of one rollout. Raises `InvalidIdError`, and `InvalidOptionError` for a secret that is too short."""
-    if len(secret.encode("utf-8", "replace")) < _LEAST_SECRET:
-        raise InvalidOptionError(f"the rollout secret must be text of {_LEAST_SECRET} bytes or more")
-    return _token(secret.encode("utf-8", "replace"), check_rollout_id(rollout_id)).decode("ascii")
+    problem = _problem(secret)
+    if problem:
+        raise InvalidOptionError(f"the rollout secret {problem}")
+    return _token(secret.encode(), check_rollout_id(rollout_id)).decode("ascii")
 
 
 class RolloutGuard:
     """Tells whether a request may write to a rollout. secrets: all that are accepted; without any, everybody may."""
 
     def __init__(self, secrets: Sequence[str] = ()) -> None:
-        self._secrets = tuple(secret.encode("utf-8", "replace") for secret in secrets)
+        self._secrets = tuple(secret.encode() for secret in secrets)
 
     def __bool__(self) -> bool:
         return bool(self._secrets)
@@ -100,13 +101,33 @@ def without_tokens(headers: Headers) -> Headers:
 def known_secrets(given: Iterable[str], path: str) -> tuple[str, ...]:
     """The secrets that are accepted: those given, then those of a file, one in a line. path: of the file; or empty.
 
-    Raises `ConfigError`, which never shows one, for a file that can't be read or holds none, and for a secret that is
-    too short to be one.
+    Raises `ConfigError`, which never shows one, for a file that can't be read or holds none, and for a secret that can
+    be none.
     """
     secrets = [*given, *(_secrets_in(path) if path else ())]
-    if any(len(secret.encode("utf-8", "replace")) < _LEAST_SECRET for secret in secrets):
-        raise ConfigError(f"a rollout secret is shorter than {_LEAST_SECRET} bytes; `openssl rand -hex 32` makes one")
+    for secret in secrets:
+        problem = _problem(secret)
+        if problem:
+            raise ConfigError(
+                f"a rollout secret {problem}; `openssl rand -hex 32` makes one, and in TOKCAP_ROLLOUT_SECRET spaces "
+                "separate several"
+            )
     return tuple(secrets)
+
+
+def _problem(secret: str) -> str:
+    """Why a text can be no secret; empty if it can."""
+    try:
+        length = len(secret.encode())
+    except UnicodeEncodeError:
+        # Bytes of a variable that are no UTF-8. To write `?` for them would make a secret that can be guessed.
+        return "is no text in UTF-8"
+    if length < _LEAST_SECRET:
+        return f"is shorter than {_LEAST_SECRET} bytes"
+    if secret != secret.strip():
+        # A file that was read whole ends in a line break, which is no part of what the server takes from it.
+        return "begins or ends with white space"
+    return ""
 
 
 def _secrets_in(path: str) -> list[str]:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..capture.shapes import RecentPrompts
 from ..capture.statements import written
 from ..config import TokenIdCaptureConfig, config_from_environment, process_sink, token_id_capture_config
@@ -34,6 +36,7 @@ __all__ = ("CaptureMiddleware",)
 
 logger = logging.getLogger("tokcap.asgi")
 
+_DEFAULT_PORTS = (80, 443, None)
 _PATIENCE_S = 10.0
 """How long a shutdown waits for calls that are being given up, and for what is being written of them."""
 
@@ -90,6 +93,12 @@ class CaptureMiddleware:
         else:
             await self.app(scope, receive, send)
 
+    def engine_is(self, engine: str, version: str) -> None:
+        """What a proxy has found out. Holds for calls from now on; all other settings stay as they were read."""
+        settings = self._serving.settings
+        self._serving.settings = msgspec.structs.replace(settings, engine=engine, engine_version=version)
+        self._servers.clear()
+
     def _after_open_calls(self, send: Send) -> Send:
         """`send` of the lifespan: a server that gives up calls when it stops closes its loop as soon as the shutdown is
         complete, and what is still being written of these calls would be cut off."""
@@ -110,10 +119,11 @@ class CaptureMiddleware:
             url, problem = None, str(error)
         else:
             problem = ""
-            if url is not None and url.token is not None and not self._guard:
+            if url is not None and not self._guard and shown_tokens(url.token, headers_of(scope)):
                 # To pass it would look as if it was checked.
-                problem = "the URL has a rollout token, and this server knows no tokcap_serving.rollout_secret"
+                problem = "the request has a rollout token, and this server knows no tokcap_serving.rollout_secret"
                 url = None
+                keep_out_of_logs()
             elif url is None:
                 await self.app(scope, receive, send)
                 return
@@ -170,14 +180,16 @@ class CaptureMiddleware:
         except RefusalError as refusal:
             if refusal.status == 401:
                 self._say_once("a capture URL was asked without a key that this server accepts, and answered 401")
+            elif refusal.status == 503:
+                self._say_once("a call was answered 503 and not begun", f": {refusal.message}")
             await send_refusal(refusal, request.route.dialect, request.send)
             if not request.summarised and refusal.status != 401:  # strangers leave no trace
                 await request.refused(recorder, refusal)
 
-    def _say_once(self, message: str) -> None:
+    def _say_once(self, message: str, detail: str = "") -> None:
         if message not in self._said:
             self._said.add(message)
-            logger.warning("%s; said once", message)
+            logger.warning("%s%s; said once", message, detail)
 
     def _endpoints_now(self, rollout_id: str) -> tuple[TokenSink | None, EvaluationRecorder | None]:
         """Raises `RefusalError` if the store can't be opened any more."""
@@ -235,7 +247,9 @@ def _through_prefix(url: CaptureUrl, scope: Scope, send: Send) -> Send:
             hosts = [bytes(value) for name, value in scope.get("headers") or () if bytes(name).lower() == b"host"]
             server = scope.get("server")
             if server:
-                hosts += [f"{server[0]}:{server[1]}".encode(), str(server[0]).encode()]
+                hosts.append(f"{server[0]}:{server[1]}".encode())
+                if server[1] in _DEFAULT_PORTS:  # else another server of this host, which is to see no token
+                    hosts.append(str(server[0]).encode())
             message = {
                 **message,
                 "headers": [

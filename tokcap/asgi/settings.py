@@ -32,6 +32,7 @@ _ENGINES = ("", "vllm", "sglang", "tgi", "trtllm", "other")
 
 SERVING_BLOCK = "tokcap_serving"
 """The key of the block in a configuration file."""
+_SECRETS = ("rollout_secret", "rollout_secret_file")
 
 
 class ServingSettings(Discreet, frozen=True, kw_only=True):
@@ -117,7 +118,16 @@ def serving_settings(config: Any = None, **given: Any) -> ServingSettings:
     """
     if config is None and os.environ.get("TOKCAP_CONFIG"):
         config = load_config(os.environ["TOKCAP_CONFIG"])
-    values = {**_secrets_of_environment(), **_block(config), **given}
+    block, of_environment = _block(config), _secrets_of_environment()
+    values = {**block, **{name: value for name, value in given.items() if value is not None or name not in _SECRETS}}
+    for name in _SECRETS:
+        if values.get(name) is None and name in of_environment:
+            values[name] = of_environment[name]
+            if not values[name]:
+                raise ConfigError(f"TOKCAP_{name.upper()} is empty: unset it, or give {SERVING_BLOCK}.{name} in it")
+        elif name in block and values[name] is None:
+            # As YAML reads a line with nothing behind the colon, of a variable that isn't set.
+            raise ConfigError(f"{SERVING_BLOCK}.{name} is null: leave it out, or give one")
     try:
         settings = msgspec.convert(values, ServingSettings)
     except msgspec.ValidationError as error:

@@ -16,6 +16,7 @@ captured by `tokcap.asgi.CaptureMiddleware`, which stands in front. Its own rout
 | `own_routes` | `/tokcap/health` and `/tokcap/metrics` |
 | `app` | all of it as one application: `make_app` |
 | `patience` | how long a client may take over its request |
+| `heads` | how long the head of a request may be |
 | `options` | the options, on the command line and in the environment |
 | `server` | one server process, and how it stops |
 | `workers` | several of them, and who watches over them |

@@ -44,8 +44,8 @@ class ServedApp:
         if config_from_environment() is None:
             raise ConfigError("nothing says where to capture: set TOKCAP_DIR (--dir) or TOKCAP_CONFIG (--config)")
         given = {"engine": options.engine, "engine_version": options.engine_version, "api_keys": options.api_keys}
-        self._given: dict[str, Any] = {name: value for name, value in given.items() if value}
-        settings = serving_settings(**self._given)  # with what the configuration says
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value}
+        settings = serving_settings(**chosen)  # with what the configuration says
         self._engine = (settings.engine, settings.engine_version)
         self._engine_known = bool(settings.engine)
         self._asking: asyncio.Task[None] | None = None
@@ -60,7 +60,7 @@ class ServedApp:
         self._proxied = ProxiedApp(self._upstream)
         self._own = OwnRoutes(self._upstream, lambda: self._engine)
         # Also before the engine is known: what is wrong in the configuration is to be said at once.
-        self._capture = self._capturing()
+        self._capture = CaptureMiddleware(self._proxied, None, **chosen)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises what `ProxiedApp` raises."""
@@ -103,11 +103,6 @@ class ServedApp:
                     return
         await self._capture(scope, receive, send)
 
-    def _capturing(self) -> CaptureMiddleware:
-        """Capture as far as the engine is known, which decides what is asked of it."""
-        found = dict(zip(("engine", "engine_version"), self._engine, strict=True))
-        return CaptureMiddleware(self._proxied, None, **{**self._given, **found})
-
     async def _ask_engine(self) -> None:
         """Find out which engine it is. Raises `UpstreamError` as long as that can't be told.
 
@@ -123,7 +118,7 @@ class ServedApp:
         self._engine_known = True
         if name:
             logger.info("the engine at %s is %s %s", self._upstream.address, name, version or "(version unknown)")
-            self._capture = self._capturing()
+            self._capture.engine_is(name, version)
         else:
             logger.warning(
                 "the engine at %s doesn't say what it is: it is taken for a current vLLM, unless --engine says "

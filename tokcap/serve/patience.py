@@ -4,10 +4,12 @@
 |---|---|
 | head | `client_timeout_s` from the connection, or from its first byte on one that was used before; then it is closed |
 | body | `client_timeout_s` of waiting in all, and a second more for every KiB that came; then it is answered 408 |
+| rest of a body that is answered already | as the head, and a second more for every KiB that came |
 
-Only the time counts in which the proxy waits for the client: an engine that reads slowly is not its fault. Between two
-requests a connection may be idle for as long as the server keeps it. The head is timed by the protocol of `tokcap
-serve`, the body by its application, also under another server.
+Only the time counts in which the proxy waits for the client: an engine that reads slowly is not its fault. Clients that
+send all of a body before they read would lose an early answer with the connection. Between two requests a connection
+may be idle for as long as the server keeps it. Head and rest are timed by the protocol of `tokcap serve`, the body by
+its application, also under another server.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any
-
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..asgi.interface import Message, Receive, Send
 
@@ -67,7 +67,7 @@ class StartedSend:
 
 
 class _Patient(asyncio.Protocol):
-    """In front of a protocol of uvicorn: times the heads of requests."""
+    """In front of a protocol of uvicorn: times the heads of requests, and what is left of a body that was answered."""
 
     patience_s: float
     cycle: Any
@@ -84,17 +84,24 @@ class _Patient(asyncio.Protocol):
         super().data_received(data)
         if self.cycle is not before:
             self._no_deadline()
-        elif before is None or before.response_complete:
+        elif before is None:
             self._await_head()
+        elif before.response_complete:
+            self._await_head(len(data) / _LEAST_RATE if before.more_body else 0.0)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._no_deadline()
         super().connection_lost(error)
 
-    def _await_head(self) -> None:
+    def _await_head(self, more_s: float = 0.0) -> None:
+        """Wait for the next head from now on, or `more_s` longer than before, at most `patience_s` from now."""
+        loop = asyncio.get_running_loop()
         if self._deadline is None:
-            loop = asyncio.get_running_loop()
             self._deadline = loop.call_later(self.patience_s, self._too_late, self.cycle)
+        elif more_s:
+            due = min(self._deadline.when() + more_s, loop.time() + self.patience_s)
+            self._deadline.cancel()
+            self._deadline = loop.call_at(due, self._too_late, self.cycle)
 
     def _no_deadline(self) -> None:
         if self._deadline is not None:
@@ -107,9 +114,7 @@ class _Patient(asyncio.Protocol):
             self._transport.close()
 
 
-def patient_protocol(
-    patience_s: float | None, base: type[asyncio.Protocol] = AutoHTTPProtocol
-) -> type[asyncio.Protocol]:
+def patient_protocol(patience_s: float | None, base: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
     """A protocol class for uvicorn. patience_s: for the head of a request; None: for ever. base: of uvicorn."""
     if patience_s is None:
         return base

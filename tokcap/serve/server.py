@@ -29,6 +29,7 @@ from ..errors import TokcapError
 from .address import upstream_address
 from .app import ServedApp
 from .collecting import collect_rarely
+from .heads import bounded_protocol
 from .options import ServeOptions
 from .patience import patient_protocol
 
@@ -86,7 +87,7 @@ def server_of(options: ServeOptions, app: ServedApp, *, alone: bool = True) -> P
     """The server of one process; to be run with a listening socket."""
     config = uvicorn.Config(
         app,
-        http=patient_protocol(options.client_timeout_s),
+        http=patient_protocol(options.client_timeout_s, bounded_protocol()),
         interface="asgi3",
         lifespan="on",
         ws="none",

@@ -34,8 +34,11 @@ __all__ = ("Admission", "Limits")
 _LOOKS_EVERY_S = 1.0
 """At the free space, unless what was taken in since then may have used it up."""
 
+_MORE_ON_DISK = 32 << 10
+"""Bytes that a record may take beside its own: a rollout's first one makes directories, a file, and space ahead."""
+
 _LEAST_PATIENCE_S = 10.0
-"""A disk that finishes nothing for this long is in trouble, not busy."""
+"""A disk that finishes nothing for this long is in trouble, not busy; likewise an event loop that does not come."""
 
 _LONGEST_S = 1e6
 """More than a lock can be waited for is not asked of it."""
@@ -59,11 +62,22 @@ class Limits(msgspec.Struct, frozen=True):
 class _Place:
     """One operation in the line of those that wait for room."""
 
-    __slots__ = ("gone", "operation", "wake")
+    __slots__ = ("gone", "loop", "operation", "until", "wake")
 
-    def __init__(self, operation: RecordOperation, wake: Callable[[], None]) -> None:
-        self.operation, self.wake = operation, wake
+    def __init__(
+        self, operation: RecordOperation, until: float, wake: Callable[[], None], loop: asyncio.AbstractEventLoop | None
+    ) -> None:
+        self.operation, self.wake, self.loop = operation, wake, loop
+        self.until = until
+        """How long it is waited for: a loop that ended or stands still never comes."""
         self.gone = False
+
+    def is_over(self, now: float) -> bool:
+        """Whether nobody comes for it any more."""
+        return self.gone or now > self.until or (self.loop is not None and self.loop.is_closed())
+
+
+_NOTHING = RecordOperation("")
 
 
 class Admission:
@@ -80,8 +94,10 @@ class Admission:
         self._most_bytes, self._most_operations = limits.max_pending_bytes, limits.max_pending_operations
         self._bytes = self._operations = 0
         self._taken = 0
-        """Bytes that were ever let in."""
+        """Bytes that were ever let in, as they may be on the disk."""
         self._line: deque[_Place] = deque()
+        self._called: deque[_Place] = deque()
+        """Those of event loops that were let in, until they come."""
         self._moved_at = 0.0
         """When something was finished last, or began to wait while nothing else did."""
         self._closed = False
@@ -102,7 +118,7 @@ class Admission:
                 self._moved_at = now
             self._operations += 1
             self._bytes += operation.nbytes
-            self._taken += operation.nbytes
+            self._taken += operation.nbytes + _MORE_ON_DISK
             operation.counted = True
 
     def begin(self, operation: Begin) -> None:
@@ -110,6 +126,8 @@ class Admission:
         self._check_space(operation)
         limits = self._limits
         where = f"rollout {operation.rollout_id}, call {operation.model_call_id}"
+        if self._called or self._line:
+            self.nudge()
         if self._bytes >= self._most_bytes or self._operations >= self._most_operations or self._line:
             raise BusyError(
                 f"{where}: the disk of {self._root} can't follow: {self._operations:,} records of {self._bytes:,} "
@@ -129,7 +147,7 @@ class Admission:
         if self._let_in(operation):
             return
         waiter = ThreadWaiter()
-        place = _Place(operation, waiter.wake)
+        place = _Place(operation, time.monotonic() + self._patience_s, waiter.wake, None)
         try:
             if self._join(place):
                 waiter.wait(self._patience_s)
@@ -149,7 +167,7 @@ class Admission:
             if not future.done():
                 future.set_result(None)
 
-        place = _Place(operation, partial(_call_in, loop, end))
+        place = _Place(operation, time.monotonic() + self._patience_s, partial(_call_in, loop, end), loop)
         timer = loop.call_later(self._patience_s, end)
         try:
             if self._join(place):
@@ -166,7 +184,7 @@ class Admission:
         now = time.monotonic()
         nbytes = operation.nbytes
         with self._guard:
-            if not self._operations:
+            if not self._operations and not self._line:
                 self._moved_at = now
             elif (
                 self._line
@@ -177,7 +195,7 @@ class Admission:
                 return False
             self._operations += 1
             self._bytes += nbytes
-            self._taken += nbytes
+            self._taken += nbytes + _MORE_ON_DISK
             operation.counted = True
         return True
 
@@ -194,7 +212,8 @@ class Admission:
         """Go on if it was let in; else raise why not."""
         with self._guard:
             let_in = operation.counted
-            place.gone = not let_in
+            place.gone = True
+            place.operation = _NOTHING
         if let_in:
             return
         self.nudge()
@@ -237,9 +256,12 @@ class Admission:
     def advance(self) -> None:
         """Let in those at the head of the line for whom there is room. Never in the main thread."""
         while True:
+            now = time.monotonic()
             with self._guard:
-                while self._line and self._line[0].gone:
-                    self._line.popleft()
+                if self._called:
+                    self._take_back(now)
+                while self._line and self._line[0].is_over(now):
+                    self._line.popleft().gone = True
                 if not self._line:
                     return
                 place = self._line[0]
@@ -250,10 +272,27 @@ class Admission:
                     return
                 self._line.popleft()
                 self.count(place.operation)
+                if place.loop is not None:
+                    place.until = now + max(self._patience_s, _LEAST_PATIENCE_S)
+                    self._called.append(place)
             try:
                 place.wake()
             except RuntimeError:  # its loop was closed: nobody comes any more
                 self.leave(place.operation, place)
+
+    def _take_back(self, now: float) -> None:
+        """The room of those who were called and never come. The guard is held."""
+        called, self._called = self._called, deque()
+        for place in called:
+            if not place.is_over(now):
+                self._called.append(place)
+                continue
+            place.gone = True
+            operation = place.operation
+            if operation.counted:
+                operation.counted = False
+                self._operations -= 1
+                self._bytes -= operation.nbytes
 
     def close(self) -> None:
         """Those who still wait get `ClosedError`."""
@@ -264,6 +303,11 @@ class Admission:
             with contextlib.suppress(RuntimeError):
                 place.wake()
 
+    def abandon(self) -> None:
+        """In a forked child: coroutines that waited in the parent may still leave, when they are collected."""
+        self._guard = threading.RLock()  # another thread of the parent may hold the old one for ever
+        self.nudge = _nothing
+
     # ---- the floor
 
     def _check_space(self, operation: Begin) -> None:
@@ -271,7 +315,8 @@ class Admission:
         now = time.monotonic()
         if now - self._looked_at < _LOOKS_EVERY_S and self._taken - self._taken_at_look < self._spare:
             return
-        taken = self._taken
+        # What is not written yet takes of what is free, too.
+        taken = self._taken - self._bytes - _MORE_ON_DISK * self._operations
         try:
             free = self._free()
         except OSError:
@@ -280,7 +325,7 @@ class Admission:
         bytes_left = _floor(limits.min_free_bytes, free.all_bytes, _MOST_BYTES_LEFT)
         inodes_left = _floor(limits.min_free_inodes, free.all_inodes, _MOST_INODES_LEFT)
         self._looked_at, self._taken_at_look, self._spare = now, taken, free.bytes - bytes_left
-        if free.bytes < bytes_left:
+        if free.all_bytes and free.bytes < bytes_left:
             problem = f"{free.bytes:,} bytes are free, fewer than min_free_bytes ({bytes_left:,})"
         elif free.all_inodes and free.inodes < inodes_left:
             problem = f"{free.inodes:,} inodes are free, fewer than min_free_inodes ({inodes_left:,})"
@@ -293,6 +338,10 @@ class Admission:
             "records of calls that have begun. The call was not begun, don't generate: free space, or lower the floor",
             self._root,
         )
+
+
+def _nothing() -> None:
+    """Of a child: nobody waits there."""
 
 
 def _floor(given: int | None, whole: int, most: int) -> int:

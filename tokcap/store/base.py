@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 import threading
 import weakref
 from collections.abc import Iterable
@@ -144,6 +145,8 @@ class StoreBase:
     def _running(self) -> Engine:
         if self._closed:
             raise ClosedError(f"the store on {self._layout.root} is closed")
+        if sys.is_finalizing():
+            raise ClosedError(f"the interpreter is ending, and with it the threads of the store on {self._layout.root}")
         engine = self._engine
         if engine is not None:
             return engine
@@ -272,9 +275,12 @@ class StoreBase:
     def close_now(self) -> None:
         """`close`, blocking. Whoever calls it while another thread, or a signal handler, closes waits for that.
 
-        An exception of a signal handler ends the wait, and not the closing.
+        An exception of a signal handler ends the wait, and not the closing. While the interpreter ends, as in a
+        `__del__`, there are no threads that could do it: then the store is left as a killed process leaves it.
         """
         self._closed = True
+        if sys.is_finalizing():
+            return
         engine, liveness, end = self._engine, self._liveness, self._end
         if self._housekeeper is not None:
             self._housekeeper.stop()

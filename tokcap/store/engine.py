@@ -393,6 +393,7 @@ class Engine(Kept):
 
     def abandon(self) -> None:
         """In a forked child: close inherited descriptors (the parent keeps its locks); nothing else is touched."""
+        self.admission.abandon()
         self._committer.abandon()
         if self._together is not None:
             self._together.abandon()

@@ -37,6 +37,7 @@ class FreeSpace(NamedTuple):
 
     bytes: int
     all_bytes: int
+    """0 if they are not counted, as on a tmpfs without a size."""
     inodes: int
     all_inodes: int
     """0 if they are not counted."""

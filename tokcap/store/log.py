@@ -8,7 +8,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from ..content import decode_content
+from ..content import apart_from_the_stack, decode_content
 from ..entry import TokenEntry, content_digest, identical
 from ..errors import CorruptError
 from .buffers import map_or_read, size_to_read
@@ -37,7 +37,6 @@ from .records import (
     SegmentHeader,
     SettleRecord,
     StoredEntry,
-    apart_from_the_stack,
     decode_contents,
     decode_entry,
     decode_pieces,

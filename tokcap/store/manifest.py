@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..content import decode_content
+from ..content import apart_from_the_stack, decode_content
 from ..protocol import CallRecord, Delivered, Outcome
 from .frame import FORMAT_VERSION, LAST_IN_BATCH, Buffer, Kind, frame_header, newer_format, segment_seed
 from .ledger import Damage, DigestChain, Ledger
@@ -153,15 +153,23 @@ def decode_manifest(path: str, data: Buffer, rollout_id: str, snapshot_id: str, 
         raise newer_format(path, frame.format)
     if frame.kind != Kind.MANIFEST:
         return None
+    body = memoryview(data)[frame.body_start : frame.body_end]
     try:
-        index = _decode_index(memoryview(data)[frame.body_start : frame.body_end])
-    except (msgspec.DecodeError, RecursionError):
+        index = _decode_index_anywhere(body)
+    except msgspec.DecodeError:
         return None
     if index.format > FORMAT_VERSION:
         raise newer_format(path, index.format)
     if (index.rollout_id, index.snapshot_id, index.version) != (rollout_id, snapshot_id, version):
         return None
     return index if _is_sound(index) else None
+
+
+def _decode_index_anywhere(body: memoryview) -> Index:
+    try:
+        return _decode_index(body)
+    except RecursionError:
+        return apart_from_the_stack(lambda: _decode_index(body))
 
 
 def _is_sound(index: Index) -> bool:

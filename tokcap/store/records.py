@@ -24,16 +24,14 @@ never needs another one.
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import StoredArray
-from ..content import decode_content, encode_content
+from ..content import apart_from_the_stack, decode_content, encode_content
 from ..entry import TokenEntry, contents_of
 from ..errors import CorruptError
 from ..protocol import Delivered, SettledOutcome
@@ -50,7 +48,6 @@ __all__ = (
     "SegmentHeader",
     "SettleRecord",
     "StoredEntry",
-    "apart_from_the_stack",
     "decode_contents",
     "decode_entry",
     "decode_pieces",
@@ -297,7 +294,10 @@ class StoredEntry:
     __slots__ = ("_arrays", "head")
 
     def __init__(self, body: memoryview | bytes) -> None:
-        head, _, arrays = _decode_body(body)
+        try:
+            head, _, arrays = _decode_body(body)
+        except RecursionError:
+            head, _, arrays = apart_from_the_stack(lambda: _decode_body(body))
         floats, first, second = head.log_prob_dtype, head.suffix_dtype, head.generated_dtype
         suffix, generated = head.suffix, head.generated
         if not (0 <= floats <= 2 and 0 <= first <= 2 and 0 <= second <= 2 and suffix >= 0 and generated >= 0):
@@ -435,30 +435,3 @@ def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if array.flags.writeable:
         array.flags.writeable = False
     return array
-
-
-_T = TypeVar("_T")
-
-
-def apart_from_the_stack(decode: Callable[[], _T]) -> _T:
-    """What `decode` gives on a stack of its own, after a `RecursionError` on one that may have been nearly full.
-
-    Raises `msgspec.DecodeError` if it is nested too deeply all the same: nothing that is written here is.
-    """
-    results: list[_T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(decode())
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="tokcap-decode")
-    thread.start()
-    thread.join()
-    for failure in failures:
-        if isinstance(failure, RecursionError):
-            raise msgspec.ValidationError("it is nested too deeply") from failure
-        raise failure
-    return results[0]

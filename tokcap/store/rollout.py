@@ -49,7 +49,7 @@ class Rollout:
         self._names_synced = False
         """The directories that lead to this log are durable."""
         self.shards_as_of = 0
-        """When the directory of the shards had last been changed when the fence was taken; 0: not looked at."""
+        """When the directory of the shards had last been changed when the fence was taken; 0: not to be relied on."""
         self.shard_is_new = False
         """The directory that holds the rollout's was made, and is not durable yet."""
         self.unstated = False

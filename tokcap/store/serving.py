@@ -22,6 +22,9 @@ from .syncs import Sync
 
 __all__ = ("Commit", "Server", "fail")
 
+_TICK_NS = 20_000_000
+"""Kernels before 6.13 give two changes within a tick of their clock, 10 ms at most, the same time."""
+
 
 def fail(operations: Sequence[Operation], error: BaseException, path: str) -> None:
     """Leave `error` to whoever waits for these operations."""
@@ -105,8 +108,10 @@ class Server:
             rollout.drop()
             if fence.still_there(self.files, rollout.fence_fd, rollout.path):
                 # Also if the shard was there: whoever made it, maybe anew, may have died before it was durable.
-                rollout.shards_as_of = self.files.stat(self.layout.rollouts).st_ctime_ns
-                rollout.shard_is_new = rollout.shards_as_of != self._shards_as_of
+                as_of = self.files.stat(self.layout.rollouts).st_ctime_ns
+                rollout.shard_is_new = as_of != self._shards_as_of
+                # Another change may still get the same time.
+                rollout.shards_as_of = 0 if 0 <= time.time_ns() - as_of < _TICK_NS else as_of
                 return "held"
             rollout.close_descriptors()
 

@@ -361,6 +361,7 @@ def test_a_compressed_request_is_decoded(encoding: bytes, encode: Any) -> None:
         (b"gzip", gzip.compress(bytes(60)) + gzip.compress(bytes(60)), 413),
         (b"gzip,gzip", gzip.compress(gzip.compress(bytes(10**6))), 413),
     ],
+    ids=["unknown", "no gzip", "cut", "bomb", "deflated bomb", "two members", "twice"],
 )
 def test_what_can_not_be_decoded_within_the_limit_is_refused(encoding: bytes, body: bytes, status: int) -> None:
     with pytest.raises(RefusalError) as caught:

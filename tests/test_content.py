@@ -230,7 +230,7 @@ UNSTORABLE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", UNSTORABLE, ids=[repr(value)[:40] for value in UNSTORABLE])
+@pytest.mark.parametrize("value", UNSTORABLE, ids=[repr(value)[:28] for value in UNSTORABLE])
 def test_unstorable_value_is_replaced_by_its_repr_and_counted(value: Any) -> None:
     content = {"kept": [1, "a"], "replaced": value, "also kept": {"b": None}}
     encoded = encode_content(storable(content))

@@ -338,7 +338,6 @@ class Engine(Kept):
             if not again:
                 queued.busy = False
                 self._evict(queued)
-                self._let_go_of_ended()
             else:
                 self._keep_in_turn(queued)
         if again:

@@ -15,7 +15,7 @@ _EVICTED_AT_ONCE = 4
 """By one operation, at most: more than it can add, few enough to be no burden."""
 
 _LOOKED_AT_ONCE = 2
-"""Rollouts, by one operation, whether they have ended: more than one operation can begin."""
+"""Rollouts, when another one comes, whether they have ended: more than have come."""
 
 _REMEMBERED = 20_000
 """Rollout ids, about 2 MB."""
@@ -84,6 +84,7 @@ class Kept:
     def _evict(self, queued: Queued) -> None:
         """Keep memory and descriptors within their bounds. The guard is held, `queued` is idle."""
         rollout_id = queued.rollout.rollout_id
+        is_new = rollout_id not in self._with_descriptors
         if queued.rollout.log is None:
             # Absent, frozen or retired: nothing worth keeping.
             queued.rollout.close_descriptors()
@@ -93,6 +94,8 @@ class Kept:
         else:
             self._keep_descriptors(queued)
         self._free_memory()
+        if is_new:  # what is there already adds none that could end unseen
+            self._let_go_of_ended()
 
     def _keep_in_turn(self, queued: Queued) -> None:
         """`_evict` for a rollout that is asked for more already: between two turns, nobody serves it."""

@@ -10,7 +10,8 @@
 | `TOKCAP_ROLLOUT_SECRET`, `TOKCAP_ROLLOUT_SECRET_FILE` | what makes rollout tokens: see `tokcap.asgi.capability` |
 | `TOKCAP_DIR`, `TOKCAP_CONFIG` | where and how is captured: see `tokcap.config` |
 
-So `uvicorn --factory tokcap.serve.app:make_app` with these set is the same proxy without the command.
+So `uvicorn --factory tokcap.serve.app:make_app` with these set is the same proxy without the command. The command
+itself takes keys, secrets and places from the environment, and sets the others from its options.
 """
 
 from __future__ import annotations

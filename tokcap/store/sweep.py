@@ -314,8 +314,10 @@ class Housekeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is stopped already
+        try:  # also at the end of the interpreter, when modules are empty
             self._stop.wake()
+        except RuntimeError:  # it is stopped already
+            return
 
 
 def _keep_house(

@@ -242,7 +242,7 @@ class Leaky(FileStore):
 
     async def put(self, entry: TokenEntry) -> None:
         self._count += 1
-        KEPT.append(os.urandom(256 << 10))
+        KEPT.append(os.urandom(2 << 20))
         if self._count % 2:
             os.dup(0)
         if self._count % 40:

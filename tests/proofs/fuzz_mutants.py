@@ -146,7 +146,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nesting-of-extensions": Mutant(
         "extensions in extensions, 2,000 deep",
-        ((content.decode_content, "(UnicodeDecodeError, RecursionError)", "UnicodeDecodeError"),),
+        ((content.decode_content, "except RecursionError:", "except OSError:"),),
     ),
     "nesting-of-json": Mutant(
         "JSON that nests 100,000 deep",

@@ -24,6 +24,10 @@ from tokcap.evaluation import EvaluationRecorder
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
+def test_no_figure_is_left_out() -> None:
+    assert re.findall(r"@[A-Z]+\b", README) == []
+
+
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 

@@ -263,6 +263,8 @@ def explore_job(explorer: Explorer, job: Job) -> None:
 
 
 def _work(job: Job, budget: Budget, seed: int, keep: str, until: float) -> Tally:
+    if time.monotonic() > until:
+        return Tally()
     logging.getLogger("tokcap.store").setLevel(logging.ERROR)  # a store in memory warns that it is one
     scratch = scratch_directory()
     explorer = Explorer(scratch, budget, seed=seed, keep=keep)
@@ -314,6 +316,10 @@ def run(options: argparse.Namespace) -> Outcome:
         if done.problems:
             print(f"{len(tally.problems)} problems: {done.problems[0][:2000]}", flush=True)
     outcome = Outcome(problems=tally.problems)
+    if tally.recordings < len(work):
+        outcome.left_out.append(f"{len(work) - tally.recordings:,} of {len(work):,} recordings: the time was up")
+    if not tally.states:
+        outcome.problems.append("no state was checked: see --only and --minutes")
     outcome.figure("recordings", tally.recordings)
     outcome.figure("calls recorded", tally.events)
     outcome.figure("crash points, both models", tally.points)

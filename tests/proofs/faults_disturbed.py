@@ -138,7 +138,8 @@ class OtherProcess:
         return {rollout: normal(seen) for rollout, seen in answer.items()}
 
     def end(self) -> None:
-        self._connection.send(None)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._connection.send(None)
         self._process.join()
         self._connection.close()
 

@@ -192,6 +192,10 @@ def _looks(history: History) -> Iterable[str]:
                 yield f"a later look lacks {shown[number] - shown[other]}"
 
 
+def _name(operation: Operation) -> str:
+    return "mark" if operation.name == "settle" and operation.word == "lost" else operation.name
+
+
 def _story(history: Sequence[Event[Said]], verdict: Verdict[Said] | None = None) -> str:
     """For whoever has to find out: by time, with the place in the longest order that was found."""
     start = min((event.invoked for event in history), default=0)
@@ -230,7 +234,7 @@ class Tally:
     def take(self, rollout_id: str, history: History, *, resets: bool) -> None:
         self.histories += 1
         self.longest = max(self.longest, len(history))
-        self.operations.update(event.what.operation.name for event in history)
+        self.operations.update(_name(event.what.operation) for event in history)
         self.unknown += sum(event.returned == math.inf for event in history)
         at_once = (sum(o.invoked <= e.invoked < o.returned for o in history if o.returned != math.inf) for e in history)
         self.most_at_once = max(self.most_at_once, *at_once, 0)
@@ -269,6 +273,7 @@ def _run(arguments: argparse.Namespace) -> Outcome:
             if tally.problems:
                 break
     outcome.problems = tally.problems
+    outcome.figure("seed", str(arguments.seed))
     outcome.figure("histories checked, of one rollout each", tally.histories)
     outcome.figure("operations in them", sum(tally.operations.values()))
     outcome.figure("of these", ", ".join(f"{count:,} {name}" for name, count in tally.operations.most_common()))

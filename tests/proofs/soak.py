@@ -31,7 +31,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=RUNS, action="append", help="this run alone; may be given several times")
     parser.add_argument("--directory", type=Path, help="where to work: on the disk that is meant (a temporary one)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rollouts", type=int, default=1_000_000, help="of the last wave; a hundredth of it first")
+    parser.add_argument(
+        "--rollouts", type=int, default=1_000_000, help="of the last wave; a hundredth and a tenth of it come first"
+    )
     parser.add_argument("--files", type=int, default=100_000, help="open elsewhere on the machine")
     parser.add_argument("--open-rollouts", type=int, default=10_000, help="at a soft limit of 1,024 descriptors")
     parser.add_argument("--gigabytes", type=float, default=10.0, help="written and read back")

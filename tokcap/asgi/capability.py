@@ -57,7 +57,7 @@ _ACCESS_LOGS = ("uvicorn.access", "uvicorn.asgi", "hypercorn.access", "gunicorn.
 
 
 def rollout_token(secret: str, rollout_id: str) -> str:
-    """The token of one rollout. Raises `InvalidIdError`, and `InvalidOptionError` for a secret that is too short."""
+    """The token of one rollout. Raises `InvalidIdError`, and `InvalidOptionError` for what can be no secret."""
     problem = _problem(secret)
     if problem:
         raise InvalidOptionError(f"the rollout secret {problem}")
@@ -115,8 +115,10 @@ def known_secrets(given: Iterable[str], path: str) -> tuple[str, ...]:
     return tuple(secrets)
 
 
-def _problem(secret: str) -> str:
-    """Why a text can be no secret; empty if it can."""
+def _problem(secret: object) -> str:
+    """Why this can be no secret; empty if it can."""
+    if not isinstance(secret, str):
+        return f"is of type {type(secret).__name__}, expected text"
     try:
         length = len(secret.encode())
     except UnicodeEncodeError:

@@ -98,7 +98,8 @@ def test_a_check_that_is_taken_out_is_missed(
         monkeypatch.setattr(proxied, "body_framing", as_it_came)
     if name == "has_unread_bytes":  # and the look at a connection before it is used again
         monkeypatch.setattr(upstream.Upstream, "_unused", _unused_unlooked)
-    assert run(tmp_path, 7, numbers, parser)[1]
+    # What has come in with an answer is chance: what is wrong shows in one of some runs.
+    assert any(run(tmp_path / str(again), 7, numbers, parser)[1] for again in range(8))
 
 
 def _unused_unlooked(self: Any) -> Any:

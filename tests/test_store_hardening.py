@@ -94,7 +94,8 @@ def test_handlers_at_every_point_find_what_is_left_half_done(
 ) -> None:
     if mutant == "forget to ring" and not kernel_syncs_for(file_system_of(str(tmp_path))):
         pytest.skip("nothing is rung for on the file system of the temporary directory")
-    assert interrupted(tmp_path, scenario, handler, mutant, 1.0) == STUCK
+    # Where threads meet is chance: what is wrong shows in one of some runs.
+    assert any(interrupted(tmp_path, scenario, handler, mutant, 1.0) == STUCK for _ in range(8))
 
 
 def test_real_signals_that_raise_at_any_time_cost_their_own_calls(tmp_path: Path) -> None:

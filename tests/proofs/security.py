@@ -117,14 +117,13 @@ def _capturing_to(where: Path) -> Iterator[None]:
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seed", type=int, default=1, help="of the first round (%(default)s); the next one has the next"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="how often all of it is drawn anew (%(default)s)")
-    parser.add_argument("--urls", type=int, default=200_000, help="paths in a round (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=3_000, help="in a round (%(default)s)")
-    parser.add_argument("--requests", type=int, default=20_000, help="in a round, for each parser (%(default)s)")
-    parser.add_argument("--answers", type=int, default=6_000, help="in a round, for each parser (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first round; the next one has the next")
+    parser.add_argument("--rounds", type=int, default=3, help="how often all of it is drawn anew")
+    parser.add_argument("--plants", type=int, default=0, help="files replaced in a round; 0: each by everything, 704")
+    parser.add_argument("--urls", type=int, default=200_000, help="paths in a round")
+    parser.add_argument("--tokens", type=int, default=3_000, help="in a round")
+    parser.add_argument("--requests", type=int, default=20_000, help="in a round, for each parser")
+    parser.add_argument("--answers", type=int, default=6_000, help="in a round, for each parser")
     parser.add_argument("--dir", default=None, help="where the stores are made (a temporary directory)")
 
 
@@ -138,11 +137,12 @@ def _run(arguments: argparse.Namespace) -> Outcome:
         outcome.problems.extend(done[1])
         print(f"seed {seed}: {done[0]:,} {what}, {len(done[1])} problems", flush=True)
 
+    print(f"seeds from {arguments.seed}; the plants take minutes", flush=True)
     with tempfile.TemporaryDirectory(prefix="tokcap-security-", dir=arguments.dir) as directory:
         for seed in range(arguments.seed, arguments.seed + arguments.rounds):
             where = Path(directory) / str(seed)
             where.mkdir()
-            add("plants in a store", plants(where, seed))
+            add("plants in a store", plants(where, seed, arguments.plants or None))
             add("URLs", urls(seed, arguments.urls))
             add("tokens", tokens(where, seed, arguments.tokens))
             for parser in _PARSERS:

@@ -66,9 +66,12 @@ def test_a_process_goes_on_when_its_collection_of_syncs_is_interrupted(nursery: 
     (tmp_path / "undisturbed").mkdir()
     if "io_getevents" not in calls_made(nursery, str(tmp_path / "undisturbed")):
         pytest.skip("the temporary directory is on a file system where the kernel is given no syncs")
-    for when in 2, 3, 4:
+    injected = 0
+    for when in 1, 2, 3, 4:  # how many collections there are is chance: each may be of one sync or of many
         run = traced(nursery, tmp_path / str(when), Injection("io_getevents", "EINTR", when))
-        assert run.injected and not run.problems and not run.failures
+        assert not run.problems and not run.failures
+        injected += bool(run.injected)
+    assert injected
 
 
 # ---- what this sees

@@ -104,6 +104,15 @@ def test_a_segment_whose_writer_died_before_its_name_was_durable_does_not_pass_f
     nothing_wrong(explorer)
 
 
+@pytest.mark.parametrize("then", [2, 3], ids=["put", "freeze"])
+def test_whoever_was_told_that_a_rollout_is_retired_finds_it_retired_after_a_power_cut(
+    explorer: Explorer, then: int
+) -> None:
+    """Also if the process that retired it died before its rename was durable."""
+    with_budget(explorer, Budget(states=100, again=0)).explore(death("retire the second version", 1, then))
+    nothing_wrong(explorer)
+
+
 def test_a_sweep_that_is_cut_short_leaves_no_tombstone_without_its_notes(explorer: Explorer) -> None:
     def script(stage: Stage) -> None:
         DEATHS["note beside a tombstone"][0](_with_object(stage, "c"))

@@ -67,6 +67,10 @@ class Freeze(Lifecycle):
         directory = rollout.look()
         files = rollout.files
         if directory.state == "retired":
+            try:
+                files.fsync(rollout.fence_fd)  # whoever retired it may have died before this
+            except OSError as error:
+                raise self.not_published(rollout, error) from error
             raise RetiredError(f"rollout {rollout.rollout_id} was consumed and retired; reset it to use its id again")
         if self.incarnation and directory.incarnation != self.incarnation:
             raise StaleAttemptError(

@@ -185,6 +185,8 @@ class Server:
             fail([operation for operation in operations if operation.error is None], error, rollout.path)
 
     def _run_closed(self, rollout: Rollout, directory: Directory, operations: list[RecordOperation]) -> None:
+        if directory.state == "retired":
+            self.files.fsync(rollout.fence_fd)  # whoever retired it may have died before this
         for operation in operations:
             try:
                 operation.check_attempt(directory.state, directory.incarnation)

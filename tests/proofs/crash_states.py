@@ -62,12 +62,14 @@ class Tally:
     exhausted: int = 0
     events: int = 0
     recordings: int = 0
+    late: int = 0
+    """Recordings that were not made, because the time was up."""
     problems: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
         self.trees |= other.trees
         self.problems += other.problems
-        for name in "states", "again", "killed", "points", "exhausted", "events", "recordings":
+        for name in "states", "again", "killed", "points", "exhausted", "events", "recordings", "late":
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -264,7 +266,7 @@ def explore_job(explorer: Explorer, job: Job) -> None:
 
 def _work(job: Job, budget: Budget, seed: int, keep: str, until: float) -> Tally:
     if time.monotonic() > until:
-        return Tally()
+        return Tally(late=1)
     logging.getLogger("tokcap.store").setLevel(logging.ERROR)  # a store in memory warns that it is one
     scratch = scratch_directory()
     explorer = Explorer(scratch, budget, seed=seed, keep=keep)
@@ -316,8 +318,8 @@ def run(options: argparse.Namespace) -> Outcome:
         if done.problems:
             print(f"{len(tally.problems)} problems: {done.problems[0][:2000]}", flush=True)
     outcome = Outcome(problems=tally.problems)
-    if tally.recordings < len(work):
-        outcome.left_out.append(f"{len(work) - tally.recordings:,} of {len(work):,} recordings: the time was up")
+    if tally.late:
+        outcome.left_out.append(f"{tally.late:,} of {len(work):,} recordings: the time was up")
     if not tally.states:
         outcome.problems.append("no state was checked: see --only and --minutes")
     outcome.figure("recordings", tally.recordings)

@@ -260,3 +260,11 @@ def test_tags_of_yaml_make_nothing_run(text: str, tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="is not YAML"):
         load_config(str(tmp_path / "run.yaml"))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_filter_behind_another_one_takes_queries_out_too() -> None:
+    scope = {"path": "/v1/models", "query_string": f"api_key={QUERY}".encode()}
+    record = logging.LogRecord("uvicorn.asgi", 5, "", 0, "Started scope=%s", (str(scope),), None)
+    assert WithoutTokens().filter(record)
+    assert WithoutTokens(queries=True).filter(record)
+    assert QUERY not in record.getMessage()

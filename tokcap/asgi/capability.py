@@ -172,7 +172,7 @@ class WithoutTokens(logging.Filter):
         if isinstance(record.args, tuple) and record.name.endswith("access"):
             # uvicorn's formatter takes its arguments apart.
             record.args = tuple(self._kept(each) if isinstance(each, str) else each for each in record.args)
-        elif record.args:
+        else:  # also what another filter has put together already
             text = redacted(record.getMessage())
             record.msg, record.args = _QUERY.sub(r"\1...", text) if self._queries else text, ()
         return True

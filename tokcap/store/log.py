@@ -455,7 +455,7 @@ def read_stored(files: Files, path: str, node: Node, seed: int) -> StoredEntry:
         files.close(fd)
     if len(body) != node.body_length or crc32(body, seed) != node.body_crc:
         raise CorruptError(
-            f"{path}: the record at offset {node.body_start} doesn't match its checksum; keep a copy of it and check the disk",
+            f"{path}: the record at offset {node.body_start} doesn't match its checksum: copy it, check the disk",
             path=path,
             offset=node.body_start,
         )

@@ -89,6 +89,13 @@ def test_every_state_of_anything_is_explained_by_the_state_table(
 # ---- what was found in this way
 
 
+@pytest.mark.parametrize("seed", [1_000_074, 1_000_050])
+def test_a_record_of_a_dead_process_that_only_a_later_boot_believes_is_explained(explorer: Explorer, seed: int) -> None:
+    with_budget(explorer, Budget(states=0, again=0, models=("weak",))).explore(random_script(seed))
+    assert explorer.tally.killed > 80
+    nothing_wrong(explorer)
+
+
 def test_a_put_into_a_shard_that_others_removed_and_made_anew_is_durable(explorer: Explorer) -> None:
     """One remembers a shard as durable; another removes it, a third makes it again and dies before its sync."""
     with_budget(explorer, Budget(states=100, again=0)).explore(SCRIPTS["a_shard_made_anew"])

@@ -21,6 +21,7 @@ from tests.fake_engine import FakeEngine, Notebook
 from tests.fake_script import Script, choice
 from tests.proxy_harness import PATIENCE_S, Answer, Background, ask, client, in_time, is_closed, read_answer, serving
 from tokcap import FileStore
+from tokcap.cli.group import VERBS
 from tokcap.command import main
 from tokcap.version import __version__
 
@@ -369,7 +370,7 @@ def test_port_that_is_taken_is_said(
         (["--upstream", "http://user:secret@127.0.0.1:9", "--dir", "store"], "holds credentials"),
         (["--upstream", "127.0.0.1:9", "--dir", "store"], "expected a URL"),
         (["--upstream", "http://127.0.0.1:9", "--dir", "store", "--workers", "0"], "workers is 0"),
-        (["--upstream", "http://127.0.0.1:9", "--dir", "store", "--port", "x"], "invalid int value"),
+        (["--upstream", "http://127.0.0.1:9", "--dir", "store", "--port", "x"], "'x' is not a valid integer"),
         (["--upstream", "http://127.0.0.1:9", "--dir", "store", "--log-level", "loud"], "log_level is 'loud'"),
         (["--upstream", "http://127.0.0.1:9", "--config", "no-such-file.json"], "no-such-file.json"),
         (["--dir", "store"], "--upstream"),
@@ -399,8 +400,70 @@ def test_library_that_is_not_installed_is_named_with_what_brings_it(
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"tokcap {__version__}\n")
     status, said = run(capsys, "serve", "--help")
-    assert (status, "second one stops at once" in said) == (0, True)
+    assert (status, "second one stops at once" in " ".join(said.split())) == (0, True)
     assert run(capsys)[0] == 2
+
+
+def test_command_without_its_libraries_says_what_brings_them(
+    alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    alone.setattr("tokcap.command.find_spec", lambda name: None if name == "click" else find(name))
+    assert run(capsys, "--version") == (0, f"tokcap {__version__}\n")
+    assert run(capsys, "ls") == (2, 'tokcap\'s commands need two libraries more: pip install "tokcap[cli]"\n')
+
+
+def test_verb_that_is_not_there_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = run(capsys, "shwo", "r-1")
+    assert (status, "there is no verb 'shwo'; did you mean 'show'?" in said) == (2, True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script_names_the_command(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    status, said = run(capsys, "completion", shell)
+    assert (status, "_TOKCAP_COMPLETE" in said) == (0, True)
+
+
+def completed(words: str, store: Path) -> list[str]:
+    """What a bash that completes the last of `words` is offered."""
+    variables = {
+        "TOKCAP_DIR": str(store),
+        "_TOKCAP_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tokcap.command"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
+
+
+def test_verbs_options_and_rollout_ids_are_completed(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store") as store:
+        for name in ("task-1-0", "task-1-1", "other"):
+            store.mark_incomplete_now(name)
+    assert completed("tokcap ver", tmp_path / "store") == ["verify"]
+    assert completed("tokcap show task", tmp_path / "store") == ["task-1-0", "task-1-1"]
+    assert "--upstream" in completed("tokcap serve --", tmp_path / "store")
+    assert completed("tokcap show task", tmp_path / "nothing") == []
+
+
+@pytest.mark.parametrize("verb", [verb for verb, _ in VERBS])
+def test_every_verb_has_help_with_examples_and_imports_little_for_it(verb: str) -> None:
+    probe = (
+        "import sys; from tokcap.command import main; status = main(sys.argv[1:]); "
+        "print([name for name in ('numpy', 'rich', 'msgspec', 'asyncio', 'uvicorn') if name in sys.modules], status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe, verb, "--help"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert re.search(r"^  Examples?:\n    tokcap ", done.stdout, re.MULTILINE), done.stdout
+    assert done.stdout.endswith("[] 0\n")
 
 
 def test_command_alone_imports_no_library_of_its_sub_commands() -> None:

@@ -20,7 +20,7 @@ from tokcap import CallRecord
 from tokcap.digests import answer_digest
 from tokcap.entry import content_digest
 from tokcap.errors import InvalidOptionError
-from tokcap.trajectory import Build, build, rebuild_response
+from tokcap.trajectory import Build, build, group_of, rebuild_response
 from tokcap.trajectory.behaviour import is_behaviour, unknown_log_probs
 from tokcap.trajectory.drift import compare
 from tokcap.trajectory.samples import sample_units
@@ -945,6 +945,7 @@ def test_every_metric_of_a_build() -> None:
         "merged_calls": 1,
         "largest_log_prob_difference": 0.25,
         "hints_refuted": 1,
+        "turns": 3,
         "roots": 4,
         "trajectories": 4,
         "trained_trajectories": 3,
@@ -1249,14 +1250,21 @@ def test_a_prompt_restarted_from_what_came_before_the_first_of_identical_calls(
     assert sum(drift.call[0] == "a0" for drift in built.drifts) == restarts
 
 
-def test_the_bytes_far_behind_an_answer_need_not_be_known() -> None:
-    def kind(prompt: list[int]) -> str:
-        given = example(call("a", [1], [13, 14], begun=0, ended=1), call("b", prompt, [8], begun=2, ended=3))
-        return build(given, token_bytes={13: b"y", 14: b"es", 15: b"yes"}).drifts[0].kind
+def test_the_bytes_behind_an_answer_need_not_be_known() -> None:
+    told = {13: b"y", 14: b"es", 15: b"yes", 16: b"ye", 17: b"no", 18: b" \n", 19: b"<end>"}
 
-    assert kind([1, 15, 15, 15, 15, 99]) == "retokenised"
-    assert kind([1, 15, 15, 15, 99]) == "unknown"
-    assert kind([1, 15, 15, 15, 15]) == "retokenised"
+    def kind(answer: list[int], prompt: list[int]) -> str:
+        given = example(call("a", [1], answer, begun=0, ended=1), call("b", prompt, [8], begun=2, ended=3))
+        return build(given, token_bytes=told).drifts[0].kind
+
+    assert kind([13, 14], [1, 15, 99, 99]) == "retokenised"
+    assert kind([13, 14], [1, 15, 15, 15, 15, 99]) == "retokenised"
+    assert kind([13, 14, 19], [1, 16, 99, 99]) == "unknown"  # the rest may be the same
+    assert kind([13, 14, 19], [1, 99, 99]) == "unknown"
+    assert kind([13, 14, 19], [1, 13, 18, 99]) == "unknown"  # or but for white space
+    assert kind([13, 14, 19], [1, 13, 17, 99]) == "edited"  # whatever follows
+    assert kind([13, 14, 18, 19], [1, 15, 19, 99]) == "whitespace_or_stop"
+    assert kind([13, 14, 17, 19], [1, 15, 19, 99]) == "truncated_or_compacted"
 
 
 # ---- gaps
@@ -1668,3 +1676,15 @@ def test_a_snapshot_that_lacks_something_is_refused_by_its_name(without: str) ->
     del parts[without]
     with pytest.raises(InvalidOptionError, match=rf"\(it has no {without}\)"):
         build(SimpleNamespace(**parts))
+
+
+def test_a_group_or_a_version_that_python_writes_out_in_no_digits_is_a_name_all_the_same() -> None:
+    huge = 10**5000
+    names = {group_of("r-1", {"group": group}) for group in (huge, huge + 1, [huge], {"a": huge}, "a", 7)}
+    assert len(names) == 6 and {"a", "7"} < names
+    assert group_of("other", {"group": huge}) in names
+    assert all(name.isprintable() and len(name) < 100 for name in names)
+    for other, unclear in ((huge, 0), (huge + 1, 1)):
+        versions = {"a": huge, "b": other}
+        twice = [call(name, [1], [2], policy_versions=[(version, 0, 1)]) for name, version in versions.items()]
+        assert len(build(example(*twice)).links.unclear) == unclear

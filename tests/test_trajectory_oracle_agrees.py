@@ -45,7 +45,7 @@ def summary(built: Build) -> dict[str, Any]:
         "parent": {key(n): None if p < 0 else key(p) for n, p in links.parent.items()},
         "merged": {call.key: key(links.representative[call.number]) for call in calls},
         "status": {key(n): {c: k for c, k in found.counts.items() if k} for n, found in built.judged.items()},
-        "trajectories": {(key(p.end), frozenset(map(key, p.owned))) for p in built._paths},
+        "trajectories": {(key(p.end), frozenset(map(key, p.owned))) for p in built.paths},
         "drifts": {
             key(n): (drift.nearest, drift.index) for n, drift in built.drift_of.items() if not drift.before_answer
         },

@@ -342,7 +342,7 @@ def inside(built: Build) -> dict[str, Any]:
         "fates": {number: _struct_shown(fate) for number, fate in built.fates.items()},
         "judged": {number: _judged_shown(found) for number, found in built.judged.items()},
         "gaps": (built.gaps, sorted(built.drift_of)),
-        "paths": [_struct_shown(path) for path in built._paths],
+        "paths": [_struct_shown(path) for path in built.paths],
     }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .entry import TokenEntry
-from .protocol import CallRecord, TokenCaptureSnapshot, TokenSink, TokenSource
+from . import errors
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
         token_id_capture_enabled_for_agent,
     )
     from .delivery import consume, consume_from_config, finalize_rollout, retire_rollout
+    from .entry import TokenEntry
     from .installed import install_token_sink, install_token_source, installed_token_sink, installed_token_source
+    from .protocol import CallRecord, TokenCaptureSnapshot, TokenSink, TokenSource
     from .store import FileStore, RolloutStat, Snapshot
     from .trajectory import Build, Rebuild, Trajectory, build, rebuild_response
 
@@ -44,6 +45,7 @@ __all__ = (
     "captured_call",
     "consume",
     "consume_from_config",
+    "errors",
     "finalize_rollout",
     "install_token_sink",
     "install_token_source",
@@ -68,7 +70,9 @@ _HOMES = {
         "token_id_capture_enabled_for_agent",
     ),
     "delivery": ("consume", "consume_from_config", "finalize_rollout", "retire_rollout"),
+    "entry": ("TokenEntry",),
     "installed": ("install_token_sink", "install_token_source", "installed_token_sink", "installed_token_source"),
+    "protocol": ("CallRecord", "TokenCaptureSnapshot", "TokenSink", "TokenSource"),
     "store": ("FileStore", "RolloutStat", "Snapshot"),
     "trajectory": ("Build", "Rebuild", "Trajectory", "build", "rebuild_response"),
 }

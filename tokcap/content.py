@@ -13,6 +13,7 @@ including integers of any size, NaN and lone surrogates, for which msgpack has n
 
 from __future__ import annotations
 
+import hashlib
 import math
 import reprlib
 import threading
@@ -30,6 +31,7 @@ __all__ = (
     "count_unstorable",
     "decode_content",
     "encode_content",
+    "name_of",
     "storable",
 )
 
@@ -182,6 +184,15 @@ def count_unstorable(encoded: bytes | memoryview) -> int:
 
 _encoder = msgspec.msgpack.Encoder()
 _sorting_encoder = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def name_of(value: Any) -> str:
+    """`str(value)`; the type and a digest of a value in which an integer has more digits than Python writes out."""
+    try:
+        return str(value)
+    except ValueError:
+        digest = hashlib.blake2b(encode_content(storable(value), canonical=True), digest_size=16)
+        return f"{type(value).__name__}-{digest.hexdigest()}"
 
 
 def encode_content(value: Any, *, canonical: bool = False) -> bytes:

@@ -29,7 +29,7 @@ from .files import FreeSpace
 from .operations import Begin, Operation, RecordOperation
 from .waiters import ThreadWaiter
 
-__all__ = ("Admission", "Limits")
+__all__ = ("Admission", "Limits", "floors")
 
 _LOOKS_EVERY_S = 1.0
 """At the free space, unless what was taken in since then may have used it up."""
@@ -322,8 +322,7 @@ class Admission:
         except OSError:
             return  # what can't be told is found out by the write
         limits = self._limits
-        bytes_left = _floor(limits.min_free_bytes, free.all_bytes, _MOST_BYTES_LEFT)
-        inodes_left = _floor(limits.min_free_inodes, free.all_inodes, _MOST_INODES_LEFT)
+        bytes_left, inodes_left = floors(free, limits.min_free_bytes, limits.min_free_inodes)
         self._looked_at, self._taken_at_look, self._spare = now, taken, free.bytes - bytes_left
         if free.all_bytes and free.bytes < bytes_left:
             problem = f"{free.bytes:,} bytes are free, fewer than min_free_bytes ({bytes_left:,})"
@@ -342,6 +341,14 @@ class Admission:
 
 def _nothing() -> None:
     """Of a child: nobody waits there."""
+
+
+def floors(free: FreeSpace, min_bytes: int | None = None, min_inodes: int | None = None) -> tuple[int, int]:
+    """How many bytes and inodes of a file system are left free: with fewer no call begins."""
+    return (
+        _floor(min_bytes, free.all_bytes, _MOST_BYTES_LEFT),
+        _floor(min_inodes, free.all_inodes, _MOST_INODES_LEFT),
+    )
 
 
 def _floor(given: int | None, whole: int, most: int) -> int:

@@ -5,6 +5,10 @@
       FORMAT-<random> probe-<random>         of a process that opens the store; swept after an hour
       sweep.lock                             held while one process sweeps; its time is that of the last sweep
       writers/<writer>                       locked by a live writer that begins calls; empty
+      quarantine/<utc time>-<rollout id>/    what `tokcap verify --repair` moved aside, with a note; no rollout is in it
+        <rollout id>/                        (without an id, and without this level: what belongs to no rollout)
+          note.json                          what was found and done, what is lost; `verify` calls it known from then on
+          moved/... bytes/...                by their paths below the store: what was moved, copies of damaged bytes
       rollouts/<hh>/<rollout id>/            hh: first two hex digits of the id's crc32; this directory is the fence
         <incarnation>/                       32 hex digits; also the snapshot_id
           000001.seg 000002.torn 000003.open segments: sealed, left with a torn tail, being written
@@ -29,6 +33,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
+from typing import Literal
 
 import msgspec
 
@@ -36,7 +41,7 @@ from ..errors import CorruptError
 from ..protocol import RolloutState
 from .files import Files
 
-__all__ = ("Directory", "Layout", "SegmentName", "is_note", "look")
+__all__ = ("Directory", "Layout", "SegmentName", "is_note", "kind_below", "kind_of_name", "look", "look_into")
 
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
 # Numbers only as they are written: the name is made of them again.
@@ -118,6 +123,7 @@ class Layout:
         self.sweep_lock = f"{root}/sweep.lock"
         self.writers = f"{root}/writers"
         self.rollouts = f"{root}/rollouts"
+        self.quarantine = f"{root}/quarantine"
 
     def shard(self, rollout_id: str) -> str:
         return f"{self.rollouts}/{zlib.crc32(rollout_id.encode()) & 0xFF:02x}"
@@ -156,6 +162,33 @@ def look(files: Files, path: str) -> Directory:
         found.incarnation = live[0]
         _look_into(files, found)
     return found
+
+
+def look_into(files: Files, path: str, incarnation: str) -> Directory:
+    """What the names in one incarnation of a rollout say, whatever lies beside it."""
+    found = Directory(path, incarnation=incarnation)
+    _look_into(files, found)
+    return found
+
+
+def kind_of_name(name: str) -> Literal["incarnation", "tombstone", "trash", ""]:
+    """What belongs under this name in the directory of a rollout; nothing does if it is empty."""
+    if _INCARNATION.fullmatch(name):
+        return "incarnation"
+    if _TOMBSTONE.fullmatch(name):
+        return "tombstone"
+    return "trash" if _TRASH.fullmatch(name) else ""
+
+
+def kind_below(name: str) -> Literal["segment", "version", "note", "temporary", ""]:
+    """What belongs under this name in an incarnation; nothing does if it is empty."""
+    if _SEGMENT.fullmatch(name):
+        return "segment"
+    if _VERSION.fullmatch(name):
+        return "version"
+    if _NOTE.fullmatch(name):
+        return "note"
+    return "temporary" if name.startswith("tmp-") else ""
 
 
 def _look_into(files: Files, found: Directory) -> None:

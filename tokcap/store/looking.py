@@ -18,7 +18,7 @@ from .ledger import Damage
 from .log import LogReader
 from .notes import Notes
 from .snapshot import Snapshot, index_of, open_snapshot
-from .sweep import directories, usage_of
+from .sweep import Usage, directories, usage_of
 
 __all__ = ("Looker", "RolloutStat")
 
@@ -78,6 +78,24 @@ class Looker:
         """State, calls, size, damage and late notes."""
         check_rollout_id(rollout_id)
         return self._patiently(rollout_id, lambda directory: self._stat(rollout_id, directory))
+
+    def look(self, rollout_id: str, weigh: bool) -> tuple[RolloutStat, Snapshot | None]:
+        """`stat` and, of what is open or frozen, the snapshot that it tells of, in one look. Close that."""
+        check_rollout_id(rollout_id)
+        return self._patiently(rollout_id, lambda directory: self._look(rollout_id, directory, weigh))
+
+    def open_calls(self, rollout_id: str) -> dict[str, str]:
+        """The calls of an open rollout that are open, each with its writer (empty if it never began)."""
+        check_rollout_id(rollout_id)
+
+        def read(directory: Directory) -> dict[str, str]:
+            if directory.state != "open":
+                return {}
+            reader = LogReader(self._files, rollout_id, directory.incarnation, self._boot_id)
+            reader.read_open(directory)
+            return {call.model_call_id: call.writer for call in reader.ledger.calls.values() if call.outcome == "open"}
+
+        return self._patiently(rollout_id, read)
 
     def rollouts(self) -> Iterator[tuple[str, RolloutState]]:
         """Every rollout that is not absent. Raises for one that can't be read, after the others."""
@@ -143,15 +161,21 @@ class Looker:
         return snapshot
 
     def _stat(self, rollout_id: str, directory: Directory) -> RolloutStat:
+        stat, snapshot = self._look(rollout_id, directory, True)
+        if snapshot is not None:
+            snapshot.close()
+        return stat
+
+    def _look(self, rollout_id: str, directory: Directory, weigh: bool) -> tuple[RolloutStat, Snapshot | None]:
         if directory.state == "absent":
-            return RolloutStat(rollout_id, "absent")
-        weight = usage_of(self._files, directory)
+            return RolloutStat(rollout_id, "absent"), None
+        weight = usage_of(self._files, directory) if weigh else Usage()
         tombstone = directory.tombstone
         path = directory.tombstone_path if tombstone is not None else directory.incarnation_path
         notes = Notes(self._files, path, directory.incarnation, directory.notes)
         late = tuple(str(note) for note in notes.read())
         if tombstone is not None:
-            return RolloutStat(
+            stat = RolloutStat(
                 rollout_id,
                 "retired",
                 directory.incarnation,
@@ -162,8 +186,10 @@ class Looker:
                 bytes=weight.bytes,
                 damage=tuple(notes.damage),
             )
-        with self._read(rollout_id, directory) as snapshot:
-            return RolloutStat(
+            return stat, None
+        snapshot = self._read(rollout_id, directory)
+        try:
+            stat = RolloutStat(
                 rollout_id,
                 directory.state,
                 directory.incarnation,
@@ -179,3 +205,7 @@ class Looker:
                 damage=snapshot.damage + tuple(notes.damage),
                 torn=snapshot.torn,
             )
+        except BaseException:
+            snapshot.close()
+            raise
+        return stat, snapshot

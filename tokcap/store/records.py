@@ -130,11 +130,21 @@ class SettleRecord(msgspec.Struct, array_like=True, frozen=True):
     outcome: SettledOutcome
     detail: str
 
+    def __str__(self) -> str:
+        return f"{_named(self.model_call_id)}: {self.outcome}{f': {self.detail}' if self.detail else ''}"
+
 
 class DeliveryRecord(msgspec.Struct, array_like=True, frozen=True):
     model_call_id: str
     at: int
     delivered: Delivered
+
+    def __str__(self) -> str:
+        return f"{_named(self.model_call_id)}: delivered: {self.delivered}"
+
+
+def _named(model_call_id: str) -> str:
+    return f"call {model_call_id}" if model_call_id else "a call without a name"
 
 
 class FinishRecord(msgspec.Struct, array_like=True, frozen=True):

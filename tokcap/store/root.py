@@ -22,6 +22,7 @@ from .scan import scan
 
 __all__ = (
     "boot_id",
+    "check_directory",
     "file_system_of",
     "group_id_of",
     "is_faster_with_space",
@@ -164,6 +165,12 @@ def open_root(files: Files, layout: Layout, *, allow_unsafe_fs: bool) -> str:
             raise
         raise durability_error(error, f"can't open the store directory {root}", root) from error
     return kind
+
+
+def check_directory(files: Files, root: str) -> None:
+    """Refuse what `open_root` refuses of a directory that is there; nothing is made. Raises `UnsafeDirectoryError`."""
+    _check_parent(root)
+    _check_root(files, root)
 
 
 def _make(files: Files, path: str) -> None:

@@ -33,7 +33,16 @@ from .prefix import Node
 from .records import StoredEntry, decode_entry
 from .sequences import Sequences
 
-__all__ = ("Entries", "Snapshot", "index_of", "just_published", "links_of", "open_snapshot", "read_published")
+__all__ = (
+    "Entries",
+    "Snapshot",
+    "index_of",
+    "just_published",
+    "links_of",
+    "open_snapshot",
+    "read_manifest",
+    "read_published",
+)
 
 _NO_META = msgspec.Raw(b"\x80")
 
@@ -232,7 +241,7 @@ def index_of(reader: LogReader, version: int, segments: list[IndexedSegment]) ->
 
 def open_snapshot(files: Files, directory: Directory, rollout_id: str, boot_id: str) -> Snapshot:
     """Open the published snapshot of a frozen rollout, every checksum verified."""
-    index = _read_manifest(files, directory, rollout_id)
+    index = read_manifest(files, directory, rollout_id)
     if index is not None:
         opened = _open_indexed(files, directory.snapshot_path, index)
         if opened is not None:
@@ -262,7 +271,7 @@ def read_published(
     reader = LogReader(files, rollout_id, directory.incarnation, boot_id)
     reader.keep_buffers = True
     reader.read_snapshot(path, links)
-    _remember_damage(files, directory, _read_manifest(files, directory, rollout_id), reader, links)
+    _remember_damage(files, directory, read_manifest(files, directory, rollout_id), reader, links)
     return reader, links
 
 
@@ -289,7 +298,8 @@ def _place(damage: Damage) -> tuple[str, int]:
     return damage.path.rpartition("/")[2][:6], damage.offset
 
 
-def _read_manifest(files: Files, directory: Directory, rollout_id: str) -> Index | None:
+def read_manifest(files: Files, directory: Directory, rollout_id: str) -> Index | None:
+    """The index of the published snapshot; None if its manifest is missing, damaged, or another snapshot's."""
     try:
         fd = files.open(f"{directory.snapshot_path}/{MANIFEST}")
     except OSError:

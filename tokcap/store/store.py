@@ -57,6 +57,11 @@ class FileStore(SinkMethods, SourceMethods):
 
     # ---- looking
 
+    @property
+    def directory(self) -> str:
+        """Where it is: an absolute path."""
+        return self._layout.root
+
     async def read(self, rollout_id: str) -> Snapshot:
         """An unfrozen look (version 0) at an open rollout, the published snapshot of a frozen one. Takes no lock.
 
@@ -75,6 +80,34 @@ class FileStore(SinkMethods, SourceMethods):
     def stat_now(self, rollout_id: str) -> RolloutStat:
         """`stat`, blocking."""
         return self._looking().stat(rollout_id)
+
+    def look_now(self, rollout_id: str, *, weigh: bool = True) -> tuple[RolloutStat, Snapshot | None]:
+        """`stat_now` and, of what is open or frozen, the snapshot that it tells of, in one look. Close that.
+
+        weigh: False leaves `files` and `bytes` at 0.
+        """
+        return self._looking().look(rollout_id, weigh)
+
+    async def open_calls(self, rollout_id: str) -> dict[str, bool]:
+        """The calls of an open rollout that are open, and whether the process that holds the intent is still alive.
+
+        A writer shows that it is alive by a lock; each is tried for a moment. In a copy nobody is.
+        """
+        return await in_thread(lambda: self.open_calls_now(rollout_id))
+
+    def open_calls_now(self, rollout_id: str) -> dict[str, bool]:
+        """`open_calls`, blocking."""
+        writers = self.writers_now(rollout_id)
+        alive = {writer: self.is_writer_alive(writer) for writer in set(writers.values())}
+        return {call: alive[writer] for call, writer in writers.items()}
+
+    def writers_now(self, rollout_id: str) -> dict[str, str]:
+        """The open calls of an open rollout, each with the writer that holds its intent; empty if it has none."""
+        return self._looking().open_calls(rollout_id)
+
+    def is_writer_alive(self, writer: str) -> bool:
+        """Whether the process behind a writer still runs. Its lock is tried for a moment; in a copy nobody is alive."""
+        return bool(writer) and self._liveness.is_alive(writer)
 
     def rollouts(self) -> Rollouts:
         """Every rollout that is not absent, as `(rollout_id, state)`; for `for` and for `async for`."""

@@ -18,6 +18,7 @@ models, 18-19 the scored answer and what comes after it, 20 what a trajectory ha
 one response, 24-25 finalizing a record, 26 retiring, 27 the mask guard.
 """
 
+from .behaviour import is_behaviour, unknown_log_probs
 from .build import Build, build, group_of
 from .drift import Drift, DriftKind, TokenBytes
 from .response import Rebuild, rebuild_from, rebuild_response
@@ -39,6 +40,8 @@ __all__ = (
     "Trajectory",
     "build",
     "group_of",
+    "is_behaviour",
     "rebuild_from",
     "rebuild_response",
+    "unknown_log_probs",
 )

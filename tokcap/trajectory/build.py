@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload
 
+from ..content import name_of
 from ..errors import InvalidOptionError
 from ..protocol import TokenCaptureSnapshot
 from .content import Content
@@ -79,7 +80,7 @@ def _check(snapshot: object, models: object, response: object) -> None:
 def group_of(rollout_id: str, meta: Mapping[str, Any] | None = None) -> str:
     """The group that a rollout is compared with: `meta["group"]`, else the id without `-<rollout>[-a<attempt>]`."""
     group = (meta or {}).get("group")
-    return str(group) if group is not None else _TAIL.sub("", rollout_id)
+    return name_of(group) if group is not None else _TAIL.sub("", rollout_id)
 
 
 class Found(Protocol):
@@ -116,7 +117,8 @@ class Build:
     drifts: one report for every call whose prompt parts from an earlier call.
     scored: which call gave the scored answer, and which witnesses said so.
     models: those that are trained. incomplete: of the snapshot.
-    recorded, links, fates, judged, gaps, drift_of: what the modules of this package found, for tools that look inside.
+    recorded, links, fates, judged, paths, gaps, drift_of: what the modules of this package found, for tools that look
+        inside.
     """
 
     def __init__(self, snapshot: TokenCaptureSnapshot, found: Found, group: str | None) -> None:
@@ -162,7 +164,8 @@ class Build:
         return self._found.drift_of
 
     @property
-    def _paths(self) -> list[Path]:
+    def paths(self) -> Sequence[Path]:
+        """Of each trajectory which calls it owns, in the order of `trajectories`."""
         return self._found.whole.paths
 
     @property

@@ -262,45 +262,57 @@ class _Comparison:
 
     def __call__(self) -> DriftKind:
         start = min(self._index, self._nearest.prompt)
-        before = self._text(self._nearest.end_vertex, start, self._nearest.total)
-        # What stands behind the answer in the later prompt is not compared, so its bytes need not be known.
-        after = self._text(self._call.prompt_vertex, start, self._call.prompt, at_least=self._nearest.total - start)
-        if before is None or after is None:
+        before, known = self._text(self._nearest.end_vertex, start, self._nearest.total)
+        if not known:
             return "unknown"
+        # What stands behind the answer in the later prompt is not compared, so its bytes need not be known.
+        after, whole = self._text(self._call.prompt_vertex, start, self._call.prompt)
         stop = self._bytes_of(int(self._nearest.generation_token_ids[-1])) or b""
-        return compare(before, after, stop, rewritten_history=self._before_answer)
+        return compare(before, after, stop, rewritten_history=self._before_answer, whole=whole)
 
-    def _text(self, vertex: int, start: int, end: int, at_least: int | None = None) -> bytes | None:
+    def _text(self, vertex: int, start: int, end: int) -> tuple[bytes, bool]:
+        """The bytes of these positions up to the first that is not known; whether that is all of them."""
         ids = np.empty(self._recorded.tree.depth[vertex], np.int32)
         self._recorded.tree.ids_to(vertex, ids)
-        pieces = []
-        for position, token in enumerate(ids[start:end].tolist()):
+        pieces: list[bytes] = []
+        for token in ids[start:end].tolist():
             piece = self._bytes_of(token)
             if piece is None:
-                if at_least is not None and position >= 2 * at_least:
-                    break
-                return None
+                return b"".join(pieces), False
             pieces.append(piece)
-        return b"".join(pieces)
+        return b"".join(pieces), True
 
 
-def compare(before: bytes, after: bytes, stop: bytes = b"", *, rewritten_history: bool = False) -> DriftKind:
+def compare(
+    before: bytes, after: bytes, stop: bytes = b"", *, rewritten_history: bool = False, whole: bool = True
+) -> DriftKind:
     """What became of the bytes `before` in `after`, which starts at the same place and goes on behind them.
 
     stop: the bytes of the last sampled token, which a template may write differently or leave out.
+    whole: False if `after` is only the beginning of what is there; then what the rest decides is `unknown`.
     """
     if after.startswith(before):
         return "retokenised"
+    if not whole and before.startswith(after):
+        return "unknown"
     if not after:
         return "truncated_or_compacted"
     if rewritten_history:
-        return "truncated_or_compacted" if len(after) < len(before) else "edited"
+        shorter = len(after) < len(before)
+        return "edited" if not shorter else "truncated_or_compacted" if whole else "unknown"
     visible = before.removesuffix(stop)
-    if _words(after).startswith(_words(visible)):
+    words, expected = _words(after), _words(visible)
+    if words.startswith(expected):
         return "whitespace_or_stop"
+    undecided = not whole and expected.startswith(words)
     without = _REASONING.sub(b"", visible).rpartition(b"</think>")[2]
-    if without != visible and after.lstrip().startswith(without.strip()):
-        return "stripped_reasoning"
+    if without != visible:
+        rest, expected = after.lstrip(), without.strip()
+        if rest.startswith(expected):
+            return "stripped_reasoning"
+        undecided |= not whole and expected.startswith(rest)
+    if undecided:
+        return "unknown"
     pairs = zip(visible, after, strict=False)
     same = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(visible), len(after)))
     if same == len(after) or (stop and after.startswith(stop, same)):  # its beginning, and then nothing or its end

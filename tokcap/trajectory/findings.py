@@ -134,6 +134,10 @@ class Findings:
         present = {category for found in self.judged.values() for category in found.counts}
         return reasons + [name for name in UNTRAINED if name in present]
 
+    def _has_answer_to_extend(self, number: int) -> bool:
+        drift = self.drift_of.get(number)
+        return self.links.parent[number] != NO_CALL or (drift is not None and not drift.before_answer)
+
     def _measure(self) -> dict[str, Any]:
         recorded, links = self.recorded, self.links
         outcomes = Counter([record.outcome for record in recorded.records])
@@ -151,6 +155,7 @@ class Findings:
             "merged_calls": len(recorded.calls) - len(links.members),
             "largest_log_prob_difference": links.largest_difference,
             "hints_refuted": links.hints_refuted,
+            "turns": sum(self._has_answer_to_extend(number) for number in links.members),
             "roots": sum(links.parent[number] == NO_CALL for number in links.answered),
             "trajectories": len(self.paths),
             "trained_trajectories": sum(path.trained > 0 for path in self.paths),

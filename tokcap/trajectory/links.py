@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from ..content import name_of
 from ..protocol import CallRecord
 from .behaviour import unknown_log_probs
 from .recorded import Call, Recorded
@@ -234,4 +235,4 @@ def _difference(same: list[Call]) -> float:
 
 def _meanings(same: list[Call]) -> int:
     """How many different policy versions and log-prob modes identical calls claim."""
-    return len({repr((call.policy_versions, call.sampling.get("logprobs_mode"))) for call in same})
+    return len({name_of((call.policy_versions, call.sampling.get("logprobs_mode"))) for call in same})

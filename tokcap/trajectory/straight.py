@@ -201,6 +201,7 @@ class Straight:
             "trained": self.trained,
             "calls": len(records),
             "entries": len(nodes),
+            "turns": len(nodes) - 1,
             "no_generation_calls": len(records) - len(nodes),
             "distinct_ids": self.total,
             "total_ids": self.total,

@@ -15,7 +15,7 @@ from .links import Links, received, sound
 from .recorded import Call, Recorded
 from .siblings import Fate
 
-__all__ = ("CATEGORIES", "UNTRAINED", "Category", "Judged", "account", "judge", "mask_all")
+__all__ = ("CATEGORIES", "UNTRAINED", "Category", "Judged", "account", "judge", "mask_all", "verdict_of_repetition")
 
 Category = Literal[
     "trained", "abandoned", "ambiguous", "aborted", "unknown", "conflict", "other_model", "after_final", "masked"
@@ -137,13 +137,14 @@ def account(recorded: Recorded, links: Links, judged: dict[int, Judged]) -> dict
         members = links.members[number]
         for i in members if len(members) > 1 else ():
             if i != found.source.number:
-                counts[_verdict_of_repetition(found, recorded.calls[i])] += found.call.sampled
+                counts[verdict_of_repetition(found, recorded.calls[i])] += found.call.sampled
                 repeated += found.call.sampled
     sampled = sum(call.sampled for call in recorded.calls)
     return {"sampled": sampled, **counts, "repeated": repeated}
 
 
-def _verdict_of_repetition(found: Judged, call: Call) -> Category:
+def verdict_of_repetition(found: Judged, call: Call) -> Category:
+    """What the ids of a call count as that is identical to the one that `found` judges."""
     if found.verdict == "other_model":
         return "other_model"
     if call.record.outcome == "conflict":

@@ -71,6 +71,7 @@ METRICS: Final = {
     "merged_calls": "answers that equal another one in prompt and ids",
     "largest_log_prob_difference": "between such answers, natural log",
     "hints_refuted": "recorded parents that the ids refute",
+    "turns": "calls whose prompt had an earlier answer to extend: those that do, and those that drifted",
     "roots": "answers that continue no other",
     "trajectories": "all of them",
     "trained_trajectories": "those with trained ids",

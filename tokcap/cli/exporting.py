@@ -1,0 +1,189 @@
+"""`tokcap export`: rollouts into files of other formats."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from .group import NO, NotThereError
+from .options import as_json, directory, rollout_globs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ..store import FileStore
+    from ..transfer import Exported
+
+__all__ = ("export_verb", "size_option")
+
+_FORMATS = ("jsonl", "jsonl.gz", "npz", "parquet", "safetensors")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_MOST_NAMED = 20
+
+
+def size_option(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """512MB, 2GiB, 1048576: units are powers of 1024."""
+    del context, parameter
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)(I?B)?", value.upper())
+    if found is None or not int(found[1]):
+        raise click.BadParameter(f"{value!r} is no size; as in 512MB or 2GB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+@click.command("export")
+@rollout_globs
+@directory
+@click.option(
+    "--to",
+    required=True,
+    metavar="PATH",
+    type=click.Path(),
+    help="A file, if it ends in .jsonl, .jsonl.gz, .npz, .parquet or .safetensors: it appears when it is complete, and "
+    "a killed export begins anew. Else a directory of parts: a killed export goes on, a repeated one adds what is new.",
+)
+@click.option("--format", type=click.Choice(_FORMATS), help="Of the parts of a directory; a file's name says it.")
+@click.option(
+    "--by",
+    type=click.Choice(["rollout", "trajectory", "call"]),
+    default="trajectory",
+    show_default=True,
+    help="What a record is.",
+)
+@click.option(
+    "--state",
+    type=click.Choice(["frozen", "open", "any"]),
+    default="frozen",
+    show_default=True,
+    help="frozen: what can't change any more, finished or not. open: as it is at this moment.",
+)
+@click.option("--untrained", is_flag=True, help="Also trajectories of which nothing is trained.")
+@click.option("--models", multiple=True, metavar="MODEL", help="Which models are trained; may be repeated.")
+@click.option("--strict-build", is_flag=True, help="Mask a whole rollout on any doubt, as NeMo Gym does.")
+@click.option("--exclude-not-behaviour", is_flag=True, help="Don't train log-probs known not to be those sampled from.")
+@click.option(
+    "--part-bytes",
+    default="512MB",
+    show_default=True,
+    metavar="SIZE",
+    callback=size_option,
+    help="Of the records in a part, in memory; npz and safetensors hold one.",
+)
+@click.option("--strict", is_flag=True, help="Exit status 1 if a rollout was left out, is damaged, or changed since.")
+@as_json
+def export_verb(
+    globs: tuple[str, ...],
+    directory: str | None,
+    to: str,
+    format: str | None,
+    by: str,
+    state: str,
+    untrained: bool,
+    models: tuple[str, ...],
+    strict_build: bool,
+    exclude_not_behaviour: bool,
+    part_bytes: int,
+    strict: bool,
+    as_json: bool,
+) -> int:
+    """Write trajectories, calls or rollouts to JSONL, npz, parquet or safetensors, with every value exact.
+
+    Nothing in the store is changed, nothing is retired. What was left out, and why, is told on standard error. The
+    columns and their types: python -c "import tokcap.transfer as t; help(t)"
+
+    \b
+    Examples:
+      tokcap export --to train.parquet
+      tokcap export 'task-9-*' --to calls.jsonl.gz --by call
+      tokcap export --to parts --format safetensors --part-bytes 256MB   # repeat it after a kill: it goes on
+    """
+    from ..inspection import open_to_look
+    from ..transfer import export
+    from .output import line, print_json, safe, size
+
+    store = open_to_look(directory)
+    _check_named(store, globs)
+    with _bar("exporting") as progress:
+        done = export(
+            store,
+            to,
+            globs,
+            format=format,
+            by=by,  # type: ignore[arg-type] # click has checked it
+            state=state,  # type: ignore[arg-type]
+            untrained=untrained,
+            models=models or None,
+            strict=strict_build,
+            exclude_not_behaviour=exclude_not_behaviour,
+            part_bytes=part_bytes,
+            progress=progress,
+        )
+    for said in _left_out(done):
+        sys.stderr.write(f"tokcap export: {safe(said)}\n")
+    if as_json:
+        print_json(done)
+    else:
+        count = f"{done.rollouts} rollouts, {done.records} records, {size(done.bytes)}"
+        already = f" ({done.already} rollouts were there already)" if done.already else ""
+        line(f"{count} to {safe(done.to)}{already}")
+    if not done.rollouts and not done.already:
+        return NO
+    return NO if strict and not done.complete else 0
+
+
+def _check_named(store: FileStore, globs: tuple[str, ...]) -> None:
+    """A rollout that is named in full has to be there, before anything is written."""
+    named = [glob for glob in globs if not any(char in glob for char in "*?[")]
+    if not named:
+        return
+    from difflib import get_close_matches
+
+    there = [rollout_id for rollout_id, _ in store.rollouts()]
+    for rollout_id in named:
+        if rollout_id not in there:
+            near = ", ".join(get_close_matches(rollout_id, there, 3))
+            raise NotThereError(f"there is no rollout {rollout_id!r}{f'; near: {near}' if near else ''}")
+
+
+def _left_out(done: Exported) -> Iterator[str]:
+    if done.skipped:
+        yield "left out: " + ", ".join(f"{count} {why}" for why, count in sorted(done.skipped.items()))
+    if done.without_records:
+        yield f"without a record, as nothing of them is trained: {done.without_records} (`tokcap ls --masked`)"
+    yield from _named("unreadable", {name or "a directory": why for name, why in done.unreadable.items()})
+    yield from _named("exported without what is damaged (`tokcap verify`)", done.damaged)
+    yield from _named(
+        "changed since it was exported",
+        {name: f"it is in {part}; remove that file and repeat the command" for name, part in done.changed.items()},
+    )
+
+
+def _named(what: str, rollouts: dict[str, str]) -> Iterator[str]:
+    for shown, (rollout_id, why) in enumerate(rollouts.items()):
+        if shown == _MOST_NAMED:
+            yield f"{what}: {len(rollouts) - shown} more"
+            return
+        yield f"{what}: {rollout_id}: {why}"
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar, if somebody looks at standard error."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from .output import console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def moved(count: int, total: int) -> None:
+            bar.update(task, completed=count, total=total)
+
+        yield moved

@@ -1,0 +1,160 @@
+"""What goes to the terminal. What a model wrote is hostile: no control character of it gets there."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+import msgspec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ("age", "amount", "console", "json_of", "line", "print_json", "print_table", "safe", "size")
+
+Justify = Literal["left", "right"]
+_SPACE = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_SHORT = 24
+"""Characters of a cell that is not folded."""
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Unicode categories that move the cursor, turn text around, or can't be seen or encoded."""
+
+
+def safe(text: str) -> str:
+    """`text` with everything escaped that a terminal or a reader could take for something else."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if not _is_hidden(char) else _escaped(char) for char in text)
+
+
+def _is_hidden(char: str) -> bool:
+    return unicodedata.category(char) in _HIDDEN
+
+
+def _escaped(char: str) -> str:
+    if char in _SPACE:
+        return _SPACE[char]
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def line(text: str = "") -> None:
+    """One line to standard output; `text` is already safe, or ours."""
+    sys.stdout.write(text + "\n")
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on a line of its own; NaN and infinities are null."""
+    sys.stdout.write(json_of(value) + "\n")
+
+
+def json_of(value: Any) -> str:
+    """`value` as JSON, whatever a record holds."""
+    try:
+        return msgspec.json.encode(value, enc_hook=_plain).decode()
+    except (TypeError, ValueError, OverflowError):  # half of a character, a key that JSON has not, a large number
+        import json
+
+        return json.dumps(_for_json(msgspec.to_builtins(value, enc_hook=_plain, str_keys=False)))
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    raise NotImplementedError(type(value).__name__)
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): _for_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables, trees and progress go. Colours only where somebody looks, and NO_COLOR isn't set."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def print_table(
+    columns: Sequence[tuple[str, Justify]],
+    rows: Iterable[Sequence[str]],
+    *,
+    styles: dict[int, str] | None = None,
+    optional: Sequence[int] = (),
+) -> None:
+    """A table to look at on a terminal; elsewhere one tab-separated line a row, the first with the names.
+
+    Cells are made `safe` here. styles: of columns, by position. On a terminal columns without any content are left
+    out, and of `optional` columns as many as it takes, the first one first, if it is too narrow.
+    """
+    if not sys.stdout.isatty():
+        line("\t".join(name for name, _ in columns))
+        for row in rows:
+            line("\t".join(safe(cell) for cell in row))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[Text(safe(cell)) for cell in row] for row in rows]
+    if not cells:
+        return
+    widths = [max(len(columns[at][0]), *(row[at].cell_len for row in cells)) for at in range(len(columns))]
+    told = [at for at in range(len(columns)) if any(row[at] for row in cells)]
+    terminal = console()
+    spare = list(optional)
+    while spare and _room(widths, told) > terminal.width:
+        told = [at for at in told if at != spare[0]]
+        del spare[0]
+    # What is long is folded, and the rest stays in one piece, if there is room for that.
+    fits = _room(widths, told) <= terminal.width
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for at in told:
+        name, justify = columns[at]
+        style = (styles or {}).get(at, "")
+        table.add_column(name, justify=justify, style=style, overflow="fold", no_wrap=fits and widths[at] <= _SHORT)
+    for texts in cells:
+        table.add_row(*(texts[at] for at in told))
+    terminal.print(table)
+
+
+def _room(widths: Sequence[int], columns: Iterable[int]) -> int:
+    """How wide these columns are if the long ones are folded."""
+    return sum(min(widths[at], _SHORT) + 2 for at in columns)
+
+
+def size(count: int) -> str:
+    """Bytes in words: 812 B, 14.2 KiB."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def amount(count: int) -> str:
+    """A number with separators: 12,345."""
+    return f"{count:,}"
+
+
+def age(seconds: float) -> str:
+    """A duration in words: 3s, 12m, 5h, 3d."""
+    for limit, unit, per in ((120, "s", 1), (7200, "m", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{max(seconds, 0) / per:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"
+
+
+def fail_usage(message: str) -> click.UsageError:
+    """What wrong usage raises."""
+    return click.UsageError(message)

@@ -1,0 +1,29 @@
+"""One look at a rollout, with the fingerprint by which the next look knows whether it still holds."""
+
+from __future__ import annotations
+
+import os
+
+from ..store import FileStore
+from ..store.layout import Layout
+from .cache import Kept
+from .row import look_at
+
+__all__ = ("kept_of",)
+
+
+def kept_of(store: FileStore, rollout_id: str, whole: bool) -> Kept | None:
+    """The row of a rollout, and the fingerprint that its directory had before; None if it isn't there."""
+    seen, row = look_at(store, rollout_id, whole=whole)
+    if row.state == "absent" or (row.state == "unreadable" and seen is None and _is_gone(store, rollout_id)):
+        return None
+    if seen is None or row.error:  # what fails may pass
+        return Kept(0, "", "", row)
+    return Kept(seen.mark, seen.folder, seen.names, row)
+
+
+def _is_gone(store: FileStore, rollout_id: str) -> bool:
+    try:
+        return not os.path.lexists(Layout(store.directory).rollout(rollout_id))
+    except OSError:
+        return False

@@ -79,16 +79,21 @@ def as_svg(text: str, title: str) -> str:
     return console.export_svg(title=title, code_format=_FONTS.sub("", CONSOLE_SVG_FORMAT))
 
 
-def as_png(page: Path, picture: Path, *, fragment: str = "") -> None:
-    """A page in light colours, as a headless Chromium shows it."""
+def as_png(page: Path, picture: Path, *, hidden: str = "") -> None:
+    """A page in light colours, as a headless Chromium shows it, without the line `hidden`."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": SIZE[0], "height": SIZE[1]}, color_scheme="light")
-        view.goto(page.resolve().as_uri() + fragment)
+        view.goto(page.resolve().as_uri())
         view.wait_for_timeout(500)
+        # The name of a temporary directory says nothing to anybody.
+        view.evaluate(
+            "text => { for (const one of document.querySelectorAll('p')) if (one.textContent === text) one.remove() }",
+            hidden,
+        )
         view.screenshot(path=picture)
         browser.close()
 
@@ -114,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 page = Path(scratch, f"{name}.html")
                 subprocess.run([*tokcap, "report", *rest, "--dir", directory, "--out", page], check=True)
                 made.append(options.out / f"{name}.png")
-                as_png(page, made[-1])
+                as_png(page, made[-1], hidden=str(directory))
     for picture in made:
         print(f"{picture}: {picture.stat().st_size:,} bytes")
     return 0 if all(picture.stat().st_size <= LARGEST for picture in made) else 1

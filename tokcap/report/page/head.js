@@ -42,7 +42,7 @@ function rolloutHead(rollout) {
       h(
         "dl",
         { class: "tiles" },
-        tile("calls", amount(metrics.calls || 0), counted(metrics.roots || 0, "conversation")),
+        tile("calls", amount(metrics.calls || 0), counted(rollout.conversations || 0, "conversation")),
         tile("sampled ids", amount(sampled), amount(rollout.distinct || 0) + " distinct in all"),
         tile(
           "trained",

@@ -106,7 +106,7 @@ def print_advice(wrong: list[RolloutRow]) -> None:
     """What each reason that was met means, the most frequent first."""
     counts = Counter(reason for row in wrong for reason in row.reasons)
     lacking = sum(bool(row.outcomes.get("lost") or row.outcomes.get("open")) for row in wrong)
-    counts.update({"lost_call": lacking, "unreadable": sum(bool(row.error or row.damage) for row in wrong)})
+    counts.update({"lost_call": lacking, "unreadable": sum(bool(row.error) for row in wrong)})
     for reason, count in counts.most_common():
         if count and reason in ADVICE:
             advice = ADVICE[reason]

@@ -1,7 +1,8 @@
 """A store to practise on: recorded rollouts, most of them well, some with a defect that you are to find.
 
-Which ones have which is not told; `--answers` tells, and with which command each is seen. Another `--seed` plants them
-elsewhere. Needs a checkout: the rollouts are the recorded traffic in tests/.
+Which ones have which is not told; `--answers` tells, and with which command each is seen: at once, or later, with the
+same `--seed`, of a store that is there already. Another seed plants them elsewhere. Needs a checkout: the rollouts are
+the recorded traffic in tests/.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import logging
 import random
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +29,7 @@ from tokcap.capture import note_delivery
 from tokcap.capture.shapes import StreamJoiner
 from tokcap.errors import ConflictError
 
-__all__ = ("DEFECTS", "Planted", "capture", "plant_all")
+__all__ = ("DEFECTS", "Planted", "answers", "capture", "plant_all")
 
 WELL = ("token-in-2", "sub-agent-1", "compaction-0", "stream-1", "parallel-0", "linear-1")
 """Recordings of which every sampled id is trained."""
@@ -79,14 +82,24 @@ DEFECTS = {
 
 
 def plant_all(directory: Path, seed: int = 0) -> list[Planted]:
-    """Write the store; what is where, in the order of the ids. `directory` must not exist yet, or be empty."""
-    chance = random.Random(seed)
-    ids = [f"task-{task}-{number}" for task in range(4) for number in range(4)]
-    chance.shuffle(ids)
-    places = dict(zip((*DEFECTS, *WELL), ids, strict=True))
+    """Write the store; what is where, as `answers`. `directory` must not exist yet, or be empty."""
+    places = _places(seed)
     asyncio.run(_write(directory, places))
     _kill_a_writer(directory, places["died"])
-    return sorted(map(_planted, DEFECTS, ids), key=lambda planted: planted.rollout_id)
+    return answers(seed)
+
+
+def answers(seed: int = 0) -> list[Planted]:
+    """What is where in a store of this seed, in the order of the ids."""
+    places = _places(seed)
+    return sorted((_planted(name, places[name]) for name in DEFECTS), key=lambda planted: planted.rollout_id)
+
+
+def _places(seed: int) -> dict[str, str]:
+    """Which rollout has which defect, or which recording that is well."""
+    ids = [f"task-{task}-{number}" for task in range(4) for number in range(4)]
+    random.Random(seed).shuffle(ids)
+    return dict(zip((*DEFECTS, *WELL), ids, strict=True))
 
 
 def _planted(name: str, rollout_id: str) -> Planted:
@@ -155,18 +168,33 @@ def _flip(directory: Path, rollout_id: str) -> None:
     segment.write_bytes(data)  # the same file under its other name
 
 
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Those of tokcap would tell where the lost call is."""
+    logger = logging.getLogger("tokcap")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the store is made; must not be there yet")
+    parser.add_argument("directory", type=Path, help="where the store is made, or was")
     parser.add_argument("--seed", type=int, default=0, help="which rollouts get the defects (default: 0)")
     parser.add_argument("--answers", action="store_true", help="tell where they are")
     options = parser.parse_args(arguments)
-    if options.directory.exists() and any(options.directory.iterdir()):
-        parser.error(f"{options.directory} is not empty")
-    planted = plant_all(options.directory, options.seed)
-    print(f"{options.directory}: 16 rollouts, {len(planted)} of them with a defect. Begin with: tokcap ls --dir ...")
+    if not options.directory.exists() or not any(options.directory.iterdir()):
+        with _without_warnings():
+            plant_all(options.directory, options.seed)
+        count = f"{len(DEFECTS) + len(WELL)} rollouts, {len(DEFECTS)} of them with a defect"
+        print(f"{options.directory}: {count}. Begin with: tokcap ls --dir {shlex.quote(str(options.directory))}")
+    elif not options.answers:
+        parser.error(f"{options.directory} is not empty; --answers, with its --seed, tells what is in a store of this")
     if options.answers:
-        for one in planted:
+        for one in answers(options.seed):
             print(f"{one.rollout_id}  {one.what}{one.call and f' ({one.call})'}: {one.see}")
     return 0
 

@@ -66,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with open(options.write_template, "w", encoding="utf-8") as file:
                 write_template(store, wanted_ids(store, options.rollout), file)
             return 0
-        found = list(compare(store, read_scores(options.scored), notes, problems))
+        scores = read_scores(options.scored)
+        if not scores:
+            problems.append(f"nothing is scored in {options.scored}: log_probs has to hold one of each sampled id")
+        found = list(compare(store, scores, notes, problems))
     except (TokcapError, OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     parts = {"all": [call.d for call in found]}
@@ -109,7 +112,7 @@ def figures(d: Floats, threshold: float) -> dict[str, float]:
             most,
             d.sum() / n,
             (np.expm1(-d) + d).sum() / n,
-            (abs(d) > threshold).mean(),
+            (abs(d) > threshold).sum() / n,
         )
     return dict(zip(COLUMNS, map(float, values), strict=True))
 

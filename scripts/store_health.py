@@ -154,8 +154,8 @@ def checked(directory: str, wanted: Sequence[str]) -> Iterator[Problem]:
     """What `tokcap verify` finds, but for damage that `verify --repair` has noted as known."""
     for finding in check(directory, wanted):
         if finding.level in ("damage", "warning"):
-            lost = f"; {finding.lost}" if finding.lost else ""
-            yield CRITICAL if finding.level == "damage" else WARNING, "damage", f"{finding}{lost}"
+            what = str(finding).removeprefix("damage: ") + (f"; {finding.lost}" if finding.lost else "")
+            yield CRITICAL if finding.level == "damage" else WARNING, "damage", what
 
 
 def seconds(text: str) -> float:

@@ -93,7 +93,7 @@ def hostile_store(directory: Path) -> Path:
                     [1],
                     [2, 3],
                     [log_prob, float("inf")],
-                    policy_versions=[(10**5000, 0, 1), (1, -3, 10**30)],
+                    policy_versions=[(10**5000, 0, 1), (1, -3, 10**30), (2, 0, 10**5000)],
                     sampling=huge,
                     output_items=[huge],
                     extra=huge,

@@ -75,6 +75,26 @@ def test_the_prompt_is_shown_from_its_end_or_whole_with_the_text_that_other_call
     assert out == "⟨1⟩Hello café<end>⟨99⟩\n\n"
 
 
+def test_an_integer_of_thousands_of_digits_is_named_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huge: Any = 10**5000
+    with FileStore(tmp_path / "store") as store:
+        store.put_now(
+            TokenEntry(
+                "r", "c", [1], [2], [-1.0], policy_versions=[(huge, 0, huge)], sampling={"n": huge}, extra={"n": [huge]}
+            )
+        )
+    for arguments in (
+        ["cat", "r", "c"],
+        ["cat", "r", "c", "--json"],
+        ["show", "r", "--json"],
+        ["calls", "r", "--json"],
+    ):
+        status, out, err = run(capsys, *arguments, "--dir", tmp_path / "store")
+        assert (status, err) == (0, "") and "int-" in out, arguments
+
+
 def test_only_ids_text_or_bytes(store: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     from tokcap.command import main
 

@@ -77,7 +77,7 @@ def test_without_a_version_nothing_is_retired_and_the_command_with_it_is_printed
     assert states(root) == BEFORE
     command = next(line for line in err.splitlines() if "--snapshot-id" in line and "b-frozen" in line)
     words = command.split()
-    assert words[:2] == ["tokcap", "retire"]
+    assert words[:2] == ["tokcap", "retire"] and words[-2:] == ["--dir", str(root)]
     assert run(*words[1:])[0] == 0
     assert states(root)["b-frozen"] == "retired"
 
@@ -125,7 +125,7 @@ def test_current_is_shown_and_retired_only_if_wanted(root: Path, run: Run) -> No
     assert "--yes" in err
     assert states(root) == BEFORE
     assert run("retire", "a-open", "--current", "--yes")[0] == 1
-    assert run("retire", "b-frozen", "--current", "--version", "1")[0] == 2
+    assert run("retire", "b-frozen", "--current", "--version", "1", "--yes")[0] == 2
     snapshot_id = pair(root, "b-frozen")[1]
     status, _, err = run("retire", "b-frozen", "--current", "--yes")
     assert status == 0
@@ -222,7 +222,10 @@ def test_dry_run_changes_nothing_and_says_what_a_sweep_then_does(root: Path, run
     (leftover,) = root.glob("rollouts/*/a-open/*")
     (leftover / "tmp-0123").mkdir(mode=0o700)
     (leftover / "tmp-0123" / "manifest").write_bytes(b"y" * 1000)
+    freed = json.loads(run("sweep", "--dry-run", "--json")[1])["bytes"]
+    os.link(next(leftover.glob("0*")), leftover / "tmp-0123" / "000001-000000000001.seg")
     before = sorted(root.rglob("*"))
+    assert json.loads(run("sweep", "--dry-run", "--json")[1])["bytes"] == freed == 1000  # a link frees nothing
     assert json.loads(run("sweep", "--dry-run", "--json")[1])["tombstones"] == 0
     status, out, _ = run("sweep", "--older-than", "0", "--dry-run", "--json")
     told = json.loads(out)

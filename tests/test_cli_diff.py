@@ -59,6 +59,19 @@ def test_rollouts_that_differ_in_log_probs_only(store: Path, capsys: pytest.Capt
     assert run(capsys, "diff", "r/two", "s/two", "--dir", store)[0] == 0
 
 
+def test_the_same_ids_in_which_the_answer_begins_elsewhere_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FileStore(tmp_path / "store") as made:
+        made.put_now(entry("r", "one", [1, 2], [3]))
+        made.put_now(entry("s", "one", [1], [2, 3]))
+    status, out, _ = run(capsys, "diff", "r/one", "s/one", "--dir", tmp_path / "store")
+    assert (status, "the ids are the same, and the answer begins elsewhere" in out) == (1, True)
+    status, out, _ = run(capsys, "diff", "r/one", "s/one", "--dir", tmp_path / "store", "--json")
+    told = json.loads(out)
+    assert (status, told["kind"], told["index"], told["lengths"]) == (1, "cut", -1, [[2, 1], [1, 2]])
+
+
 def test_a_copy_is_equal_and_a_changed_one_is_not(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,3 +102,6 @@ def test_names_that_are_not_there(store: Path, capsys: pytest.CaptureFixture[str
     assert run(capsys, "diff", "r", "absent", "--dir", store)[0] == 3
     assert run(capsys, "diff", "r", "one", "four", "--dir", store)[0] == 3
     assert run(capsys, "diff", "r/nothing", "s", "--dir", store)[0] == 3
+    # A second name is a call only beside a rollout in the same store.
+    assert run(capsys, "diff", "r/one", "two", "--dir", store)[0] == 3
+    assert run(capsys, "diff", "r", "two", "--dir", store, "--dir2", store)[0] == 3

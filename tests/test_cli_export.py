@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,17 @@ def test_a_rollout_that_is_not_there_is_named_with_its_neighbours(
     assert "linear-0" in capsys.readouterr().err
 
 
+def test_a_rollout_is_exported_by_name_though_another_one_is_damaged(
+    directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (other,) = Path(directory).glob("rollouts/*/masked-1")
+    shutil.rmtree(other)
+    other.write_bytes(b"")
+    arguments = ["export", "linear-0", "--dir", directory, "--to", str(tmp_path / "out.jsonl"), "--strict"]
+    assert (main(arguments), capsys.readouterr().err) == (0, "")
+    assert {record["rollout_id"] for record in read(tmp_path / "out.jsonl", "trajectory")} == {"linear-0"}
+
+
 def test_what_changed_since_is_named_with_what_to_do(
     directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +152,9 @@ def test_a_library_that_is_missing_is_named_with_the_command(
 
 def test_export_shows_a_bar_on_a_terminal_only(directory: str, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tokcap.command", "export", "--dir", directory, "--to", str(tmp_path / "o.jsonl")]
+    at_once = "import sys; from tokcap.cli import progress; progress.BAR_AFTER_S = 0; "
+    run = [sys.executable, "-c", at_once + "from tokcap.command import main; sys.exit(main())"]
+    command = [*run, "export", "--dir", directory, "--to", str(tmp_path / "o.jsonl")]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     try:
         done = subprocess.run(command, cwd=ROOT, check=False, env=environment, stdout=subprocess.PIPE, stderr=theirs)
@@ -185,6 +199,10 @@ def test_import_of_nemo_gym_refuses_what_is_there_by_name(tmp_path: Path, capsys
     assert "refused: linear-1: it is here already, with another content of call mine" in said.err
     assert "skipped: linear-2: it was consumed and retired there" in said.err
     assert "4 rollouts imported" in said.out
+    for path in list((tmp_path / "gym").iterdir()):
+        if not path.name.startswith("linear-2."):
+            path.unlink()
+    assert main(["import", "nemo-gym", str(tmp_path / "gym"), "--dir", str(tmp_path / "new")]) == 1
     assert main(["import", "nemo-gym", str(tmp_path / "nowhere"), "--dir", str(tmp_path / "new")]) == 3
     assert main(["import", "traffic", str(tmp_path / "nowhere"), "--dir", str(tmp_path / "new")]) == 2
 

@@ -98,6 +98,7 @@ def test_why_says_what_is_wrong(mixed: Path, capsys: pytest.CaptureFixture[str])
         (["--state", "retired", "--state", "unreadable"], ["not an id", "retired-1"]),
         (["--masked"], ["damaged-1", "masked-1"]),
         (["--incomplete"], ["damaged-1", "lost-1"]),
+        (["--wrong"], ["damaged-1", "empty-1", "lost-1", "masked-1", "not an id"]),
         (["--damaged"], ["damaged-1", "not an id"]),
         (["--reason", "unknown"], ["masked-1"]),
         (["--reason", "unreadable"], ["not an id"]),
@@ -106,7 +107,7 @@ def test_why_says_what_is_wrong(mixed: Path, capsys: pytest.CaptureFixture[str])
         (["--finished"], ["good-1"]),
         (["--unfinished", "--state", "frozen"], ["damaged-1", "masked-1"]),
         (["*ed-1", "--state", "open"], ["judged-1"]),
-        (["good-1", "lost-1", "no-such"], ["good-1", "lost-1"]),
+        (["good-1", "lost-1"], ["good-1", "lost-1"]),
     ],
 )
 def test_filters(mixed: Path, capsys: pytest.CaptureFixture[str], filters: list[str], expected: list[str]) -> None:
@@ -182,6 +183,18 @@ def test_nothing_there(store_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["ls", "--dir", str(store_dir), "--masked"]) == 1
     assert main(["ls", "--dir", str(store_dir), "x-*"]) == 1
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("verb", ["ls", "stats"])
+def test_a_rollout_that_is_named_and_not_there_is_told_with_its_neighbours(
+    mixed: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    assert main([verb, "good-1", "god-1", "--dir", str(mixed)]) == 3
+    assert "there is no rollout god-1" in (said := capsys.readouterr().err)
+    assert "did you mean good-1 or " in said
+
+
+def test_a_store_that_is_not_there(store_dir: Path) -> None:
     assert main(["ls", "--dir", str(store_dir / "absent")]) == 3
 
 

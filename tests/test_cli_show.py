@@ -137,6 +137,64 @@ def test_lost_and_open_calls_damage_and_late_notes_are_shown(
     assert "\x1b" not in out
 
 
+def test_a_call_whose_record_is_damaged_is_not_said_to_run_still(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "store"
+    with FileStore(root) as store:
+        for call, prompt in (("one", [1]), ("two", [1, 2, 3, 4]), ("three", [1, 2, 3, 4, 2, 3])):
+            store.begin_call_now("r", call)
+            store.put_now(entry("r", call, prompt, [2, 3], finish_reason=f"finish-{call}"))
+        store.freeze_now("r").close()
+    (segment,) = root.glob("rollouts/*/r/*/v1/*.seg")
+    data = bytearray(segment.read_bytes())
+    data[data.index(b"finish-two")] ^= 1
+    segment.write_bytes(data)
+    for verb in ("show", "calls"):
+        status, out, _ = run(capsys, verb, "r", "--dir", root)
+        lines = [line for line in out.splitlines() if " two " in line or "\ttwo\t" in line]
+        assert status == 0 and len(lines) == 1
+        assert "open" in lines[0] and "its record may have been in the damaged bytes" in lines[0]
+        (lost,) = [line for line in out.splitlines() if "(nameless)" in line]
+        assert f"v1/{segment.name}: bytes " in lost and str(tmp_path) not in lost
+    assert "`tokcap verify r` what is damaged" in run(capsys, "show", "r", "--dir", root)[1]
+    assert "in the damaged bytes" in run(capsys, "cat", "r", "two", "--dir", root)[1]
+
+
+def test_a_rollout_where_nobody_looks_for_it_is_not_offered_as_its_own_neighbour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "store"
+    with FileStore(root) as store:
+        for name in ("task-1", "task-2"):
+            store.begin_call_now(name, "c")
+    (rollout,) = root.glob("rollouts/*/task-1")
+    rollout.parent.rename(root / "rollouts" / "moved")
+    status, _, err = run(capsys, "show", "task-1", "--dir", root)
+    assert status == 3
+    assert "tokcap verify says where it belongs" in err and "did you mean" not in err
+    _, out, _ = run(capsys, "ls", "--dir", root)
+    (row,) = [line.split("\t") for line in out.splitlines() if line.startswith("task-1\t")]
+    assert (row[1], row[5]) == ("unreadable", "")
+
+
+def test_the_calls_that_show_counts_are_those_of_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FileStore(tmp_path / "store") as store:
+        store.put_now(entry("r", "a", [1], [2]))
+        store.put_now(entry("r", "b", [1], [3]))
+        store.mark_incomplete_now("r")
+        store.freeze_now("r").close()
+    (segment,) = (tmp_path / "store").glob("rollouts/*/r/*/v1/*.seg")
+    with segment.open("r+b") as file:
+        data = bytearray(file.read())
+        data[data.rindex(b"tokcapOK") - 9] ^= 1  # of the last record, which is the loss
+        file.seek(0)
+        file.write(data)
+    (row,) = map(json.loads, run(capsys, "ls", "--json", "--dir", tmp_path / "store")[1].splitlines())
+    assert row["damage"] and row["outcomes"] == {"recorded": 2}
+    assert "calls        2: 2 recorded\n" in run(capsys, "show", "r", "--dir", tmp_path / "store")[1]
+
+
 def test_a_retired_rollout_says_when_and_which_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FileStore(tmp_path / "store") as store:
         store.put_now(entry("r", "one", [1], [2]))
@@ -214,6 +272,14 @@ def test_a_drifted_turn_is_classed_by_what_other_rollouts_told(
         store.put_now(entry("another", "c", [9], [5], pieces=[b"yes"]))
     out = run(capsys, "show", "r", "--dir", tmp_path / "store")[1]
     assert "lost 2 (retokenised)" in out
+    for verb in (("calls",), ("calls", "r"), ("cat", "r", "b")):
+        (told,) = [
+            call
+            for call in map(json.loads, run(capsys, *verb, "--json", "--dir", tmp_path / "store")[1].splitlines())
+            if call["name"] == "b"
+        ]
+        assert (told["drift"]["kind"], "lost 2 (retokenised)" in told["tie"]) == ("retokenised", True), verb
+    assert "lost 2 (retokenised)" in run(capsys, "cat", "r", "b", "--dir", tmp_path / "store")[1]
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,6 +323,7 @@ def test_calls_are_filtered(recorded: Path, capsys: pytest.CaptureFixture[str]) 
     assert found("--unknown-log-probs") == [call for call in everything if call["unknown_log_probs"]]
     assert found("--unknown-log-probs") and not found("--model", "another")
     assert found("--model", "smollm2") == [call for call in everything if call["relation"] != "unrecorded"]
+    assert found("--model", "smol*", "--model", "none") == found("--model", "smollm2")
     assert len(found("--limit", "3")) == 3
 
 
@@ -272,6 +339,8 @@ def test_one_rollout_that_cannot_be_read_hides_no_other(tmp_path: Path, capsys: 
     assert (status, err) == (0, "")
     assert (rows["a"]["OUTCOME"], rows["b"]["OUTCOME"], rows["c"]["OUTCOME"]) == ("recorded", "unreadable", "recorded")
     assert "two incarnations" in rows["b"]["REASON"]
+    status, out, err = run(capsys, "calls", "b", "--dir", tmp_path / "store")
+    assert (status, err, rows_of(out)[0]["OUTCOME"]) == (1, "", "unreadable")
     status, _, err = run(capsys, "show", "b", "--dir", tmp_path / "store")
     assert status == 4 and "two incarnations" in err
     status, out, _ = run(capsys, "drift", "--dir", tmp_path / "store", "--json")
@@ -282,6 +351,17 @@ def test_nothing_that_matches_is_no(recorded: Path, capsys: pytest.CaptureFixtur
     status, _, err = run(capsys, "calls", "--outcome", "conflict", "--dir", recorded)
     assert (status, err) == (1, "tokcap: no call matches\n")
     assert run(capsys, "calls", "absent", "--dir", recorded)[0] == 3
+    assert run(capsys, "calls", "--limit", "-1", "--dir", recorded)[0] == 2
+
+
+def test_an_open_rollout_without_anything_recorded_is_masked_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FileStore(tmp_path / "store") as store:
+        store.begin_call_now("fresh", "a")
+    for verb in ("ls", "show"):
+        status, out, _ = run(capsys, verb, "fresh", "--dir", tmp_path / "store", "--json")
+        assert (status, json.loads(out)["masked"]) == (0, False), verb
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -297,3 +377,33 @@ def test_who_has_seen_enough_is_no_failure(recorded: Path, unbuffered: str) -> N
     process.stdout.close()
     assert (process.stderr.read(), process.wait(60)) == (b"", 0)
     process.stderr.close()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_cannot_write_is_escaped(tmp_path: Path, encoding: str) -> None:
+    text = "caf\u00e9 \u20ac \U0001f600"
+    with FileStore(tmp_path / "store") as store:
+        store.put_now(entry("r", "a", [1], [2], pieces=[text.encode()]))
+        store.put_now(entry("r", "b", [1, 3], [2], pieces=[text.encode()]))
+
+    def told(*arguments: str) -> bytes:
+        done = subprocess.run(
+            [sys.executable, "-m", "tokcap.command", *arguments, "--dir", str(tmp_path / "store")],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        return done.stdout
+
+    assert told("show", "r")
+    assert text.encode(encoding, "backslashreplace") in told("cat", "r", "a")
+    assert [json.loads(line)["text"] for line in told("tail", "--json").decode("ascii").splitlines()] == [text, text]
+
+
+def test_without_a_standard_output_it_is_quiet(recorded: Path) -> None:
+    for verb in ("ls", "show linear-0"):
+        command = f"exec {sys.executable} -m tokcap.command {verb} --dir {recorded} >&-"
+        done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")

@@ -82,6 +82,9 @@ def test_what_looks_wrong_is_said() -> None:
     assert statistics([fine]).hints == ()
     mixed = row(metrics={"log_prob_modes": {"raw_logprobs": 1, "sglang": 2}, "mixed_log_prob_modes": True})
     assert "several modes" in statistics([mixed]).hints[0]
+    each = [row(metrics={"log_prob_modes": {mode: 1}}) for mode in ("raw_logprobs", "sglang")]
+    assert "several modes" in statistics(each).hints[0]
+    assert statistics(each[:1]).hints == ()
     assert "not those of the sampling distribution" in statistics([row(metrics={"not_behaviour": 4})]).hints[0]
     assert "no log-prob is known" in statistics([row(metrics={"sampled": 4})]).hints[0]
     assert statistics([]).delivered_fraction is None

@@ -148,6 +148,23 @@ def test_open_calls_of_the_dead_are_told_from_those_of_the_living(store_dir: Pat
     pulse.look()
 
 
+def test_calls_that_a_freeze_left_open_are_no_open_calls(store_dir: Path) -> None:
+    """Nobody waits for them any more, whoever began them; which frozen rollouts were read doesn't matter, then."""
+    with FileStore(store_dir) as store:
+        store.begin_call_now("r", "left")
+        pulse = Pulse(FileStore(store_dir, read_only=True))
+        pulse.look()
+        assert pulse.frame().open_calls == 1
+        store.freeze_now("r").close()
+        for _ in range(2):
+            pulse.look()
+            frame = pulse.frame()
+            assert (frame.states, frame.open_calls, frame.dead_calls) == ({"frozen": 1}, 0, 0)
+    again = Pulse(FileStore(store_dir, read_only=True))
+    again.look()
+    assert again.frame().open_calls == 0
+
+
 def test_rates_count_calls_and_sampled_ids(store_dir: Path) -> None:
     with FileStore(store_dir) as store:
         pulse = Pulse(FileStore(store_dir, read_only=True))
@@ -285,7 +302,10 @@ def test_top_leaves_the_terminal_as_it_was(store_dir: Path, number: signal.Signa
             write_one(process)
         finally:
             top.send_signal(number)
+            until = time.monotonic() + PATIENCE_S
             while top.poll() is None:
+                if time.monotonic() > until:
+                    top.kill()
                 if select.select([ours], [], [], 0.05)[0]:
                     shown += os.read(ours, 65536)
             while select.select([ours], [], [], 0)[0]:

@@ -15,8 +15,18 @@ from typing import Any
 import pytest
 
 from tests.damage import TRUNK, make_entry
-from tests.test_inspection_check import INCARNATION, flip, misplace, one, plant_file, replace_by_file, rewrite_manifest
+from tests.test_inspection_check import (
+    INCARNATION,
+    flip,
+    misplace,
+    one,
+    plant_file,
+    rename_shard,
+    replace_by_file,
+    rewrite_manifest,
+)
 from tokcap.command import main
+from tokcap.errors import RetiredError, TokcapError
 from tokcap.inspection import repair as repair_findings
 from tokcap.store import FileStore
 from tokcap.store.fence import lock, open_fence
@@ -181,6 +191,27 @@ def two_lives(root: Path) -> None:
     (one("rollouts/*/a-open", root) / INCARNATION).mkdir(mode=0o700)
 
 
+def two_lives_and_a_stranger(root: Path) -> None:
+    two_lives(root)
+    plant_file(one("rollouts/*/a-open", root) / INCARNATION / "core")
+
+
+def hide_damage(root: Path) -> None:
+    """With everything in it that could be mended."""
+    hidden = one("rollouts/*/c-retired", root) / INCARNATION
+    shutil.copytree(one("rollouts/*/b-frozen/*", root), hidden)
+    flip(hidden / "v2" / "manifest", 60)
+    one("v2/000002-*.seg", hidden).unlink()
+    plant_file(hidden / "v2" / "core")
+    plant_file(hidden / "note-000007")
+    plant_file(hidden / "v3")
+
+
+def lose_manifest_and_spoil_link(root: Path) -> None:
+    one("rollouts/*/b-frozen/*/v2/manifest", root).unlink()
+    replace_by_directory(one("rollouts/*/b-frozen/*/v2/000002-*.seg", root))
+
+
 REPAIRS: dict[str, tuple[Callable[[Path], object], set[str]]] = {
     "damaged bytes": (break_range, {"known"}),
     "damaged bytes of an open rollout": (
@@ -211,6 +242,9 @@ REPAIRS: dict[str, tuple[Callable[[Path], object], set[str]]] = {
         lambda root: shutil.copytree(one("rollouts/*/a-open/*", root), one("rollouts/*/c-retired", root) / INCARNATION),
         set(),
     ),
+    "second incarnation with a strange name in it": (two_lives_and_a_stranger, set()),
+    "damaged incarnation behind a tombstone": (hide_damage, set()),
+    "no manifest, and a directory instead of a link": (lose_manifest_and_spoil_link, {"known", "warning", "info"}),
     "strange names": (
         plant_everywhere,
         set(),
@@ -219,6 +253,7 @@ REPAIRS: dict[str, tuple[Callable[[Path], object], set[str]]] = {
     "file instead of an incarnation": (lambda root: replace_by_file(one("rollouts/*/a-open/*", root)), set()),
     "file instead of a version": (lambda root: replace_by_file(one("rollouts/*/b-frozen/*/v2", root)), {"known"}),
     "wrong shard": (lambda root: misplace(one("rollouts/*/a-open", root), root), set()),
+    "shard under another name": (lambda root: rename_shard(one("rollouts/*/a-open", root)), set()),
     "missing link": (lambda root: one("rollouts/*/b-frozen/*/v2/000002-*.seg", root).unlink(), set()),
 }
 
@@ -231,6 +266,7 @@ def test_what_is_repaired_is_found_no_more_or_known_and_the_store_goes_on(root: 
     before = found_by(run)
     assert before
     status, out, _ = run("--repair", "--dry-run")
+    assert status == (1 if "damage" in {finding["level"] for finding in before} else 0)
     assert "would have " in out
     assert files_of(root) == spoilt
     assert not (root / "quarantine").exists()
@@ -251,9 +287,16 @@ def test_what_is_repaired_is_found_no_more_or_known_and_the_store_goes_on(root: 
     assert {finding["level"] for finding in found_by(run)} <= {"known"}
 
 
-def readable_of(root: Path, rollout_id: str) -> tuple[set[str], bool]:
-    from tokcap.errors import TokcapError
+def test_a_rollout_that_is_moved_to_quarantine_from_a_wrong_place_is_named_with_its_own(root: Path, run: Run) -> None:
+    rollout = one("rollouts/*/a-open", root)
+    rename_shard(rollout)
+    status, out, _ = run("--repair")
+    assert status == 0
+    (line,) = [line for line in out.splitlines() if "moved " in line]
+    assert line.endswith(f"nothing is lost of it yet: rollout a-open where nobody looks for it; its place is {rollout}")
 
+
+def readable_of(root: Path, rollout_id: str) -> tuple[set[str], bool]:
     with FileStore(root, read_only=True) as store:
         try:
             with store.read_now(rollout_id) as snapshot:
@@ -293,6 +336,27 @@ def live_on(root: Path) -> None:
         assert store.sweep_now(0) == 3
         assert list(store.rollouts()) == []
     assert not any((root / "rollouts").glob("*/*"))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("late", [False, True])
+def test_segment_without_link_and_manifest_is_lost_and_stays_where_it_is(
+    root: Path, run: Run, number: int, late: bool
+) -> None:
+    """Nothing but the name of the segment says that the snapshot lacks it: that must not get lost, too."""
+    name = "b-frozen" if late else "a-open"
+    with FileStore(root, sweep_every_s=0) as store:
+        store.freeze_now(name).close()
+    snapshot = one(f"rollouts/*/{name}/*/v*", root)
+    (snapshot / "manifest").unlink()
+    one(f"{number:06d}-*.seg", snapshot).unlink()
+    segment = one(f"{number:06d}.*", snapshot.parent)
+    assert readable_of(root, name) == ({"c0", "c1", "c2"} - {f"c{number - 1}"}, True)
+    for _ in range(2):
+        assert run("--repair")[0] == 0
+        assert readable_of(root, name) == ({"c0", "c1", "c2"} - {f"c{number - 1}"}, True)
+        assert {(finding["level"], finding["kind"]) for finding in found_by(run)} == {("known", "missing")}
+        assert segment.exists()
 
 
 def test_two_incarnations_that_hold_records_are_left_to_the_user(root: Path, run: Run) -> None:
@@ -433,6 +497,82 @@ def test_repair_that_dies_anywhere_is_finished_by_the_next_one(
     assert die_at > 1
 
 
+@pytest.mark.parametrize("call", ["rename", "link", "create", "fsync_directory"])
+def test_frozen_rollout_never_looks_open_while_it_is_repaired(
+    root: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    version = one("rollouts/*/b-frozen/*/v2", root)
+    shutil.rmtree(version)
+    plant_file(version)
+    subprocess.run(["cp", "-a", str(root), str(tmp_path / "kept")], check=True)
+    real = getattr(Files, call)
+    calls = 0
+
+    def dying(self: Files, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == die_at:
+            raise _Crash
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Files, call, dying)
+    for die_at in range(1, 40):
+        shutil.rmtree(root)
+        subprocess.run(["cp", "-a", str(tmp_path / "kept"), str(root)], check=True)
+        calls = 0
+        try:
+            run("--repair")
+            break
+        except _Crash:
+            calls = 1000
+        with FileStore(root, sweep_every_s=0) as store, pytest.raises(TokcapError):  # it is frozen, or can't be read
+            store.put_now(make_entry("b-frozen", "after", TRUNK, [1]))
+        assert run("--repair")[0] == 0
+        assert entries_of(root, "b-frozen") == {"c0", "c1", "c2"}, die_at
+    assert 1 < die_at < 39
+
+
+@pytest.mark.parametrize("call", ["rename", "link", "create"])
+def test_repair_of_a_version_that_is_no_directory_is_undone_on_a_failing_disk(
+    root: Path, run: Run, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    version = one("rollouts/*/b-frozen/*/v2", root)
+    shutil.rmtree(version)
+    plant_file(version)
+    before = files_of(root)
+    real = getattr(Files, call)
+    calls = 0
+
+    def failing(self: Files, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            raise OSError(5, "Input/output error", str(arguments[0]))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Files, call, failing)
+    for fail_at in range(1, 40):
+        calls = 0
+        if run("--repair")[0] == 0:
+            break
+        assert files_of(root) == before, fail_at
+    assert 1 < fail_at < 39
+    assert entries_of(root, "b-frozen") == {"c0", "c1", "c2"}
+
+
+def test_retired_rollout_stays_retired_when_its_tombstone_is_no_directory(root: Path, run: Run) -> None:
+    tombstone = one("rollouts/*/c-retired/*", root)
+    incarnation, _, version, _ = tombstone.name.split(".")
+    replace_by_file(tombstone)
+    assert run("--repair")[0] == 0
+    assert found_by(run) == []
+    with FileStore(root, sweep_every_s=0) as store:
+        with pytest.raises(RetiredError):
+            store.put_now(make_entry("c-retired", "after", TRUNK, [1]))
+        assert store.retire_now("c-retired", snapshot_id=incarnation, version=int(version))
+        assert store.sweep_now(0) == 1
+
+
 def test_repair_waits_for_whoever_holds_the_rollout(root: Path, run: Run) -> None:
     break_range(root)
     files = Files()
@@ -491,3 +631,23 @@ def test_repair_reads_before_it_believes(root: Path) -> None:
     path.write_bytes(whole)
     assert list(repair_findings(root, findings)) == []
     assert not (root / "quarantine").exists()
+
+
+def test_what_is_mended_since_the_check_is_not_moved_away(root: Path) -> None:
+    from tokcap.inspection import check
+
+    shard = one("rollouts/*/b-frozen", root).parent
+    shard.rename(root / "kept")
+    plant_file(shard)
+    plant_file(root / "writers" / "core")
+    marker = (root / "FORMAT").read_bytes()
+    flip(root / "FORMAT", 5)
+    findings = list(check(root))
+    assert {finding.kind for finding in findings} >= {"not_a_directory", "name", "marker"}
+    shard.unlink()
+    (root / "kept").rename(shard)
+    (root / "writers" / "core").unlink()
+    (root / "FORMAT").write_bytes(marker)
+    assert list(repair_findings(root, findings)) == []
+    assert not (root / "quarantine").exists()
+    assert entries_of(root, "b-frozen") == {"c0", "c1", "c2"}

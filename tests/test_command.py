@@ -413,6 +413,34 @@ def test_command_without_its_libraries_says_what_brings_them(
     assert run(capsys, "ls") == (2, 'tokcap\'s commands need two libraries more: pip install "tokcap[cli]"\n')
 
 
+def test_a_verb_without_the_library_of_its_tables_says_what_brings_it(
+    tmp_path: Path, alone: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FileStore(tmp_path / "store") as store:
+        store.mark_incomplete_now("r-1")
+    alone.setitem(sys.modules, "rich.table", None)
+    alone.setattr(sys.stdout, "isatty", lambda: True)
+    status, said = run(capsys, "ls", "--dir", str(tmp_path / "store"))
+    assert (status, said) == (2, 'tokcap: this needs the library rich: pip install "tokcap[cli]"\n')
+
+
+def test_an_option_before_the_verb_is_told_to_stand_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dir", "store", "ls"]) == 2
+    assert "tokcap ls --dir ..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [".", "store/rollouts"])
+def test_a_store_beside_the_directory_that_is_given_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    with FileStore(tmp_path / "store") as store:
+        store.begin_call_now("r", "c")
+    assert main(["ls", "--dir", str(tmp_path / given)]) == 3
+    said = capsys.readouterr().err
+    assert f"there is one in {tmp_path / 'store'}\n" in said
+    assert "Errno" not in said
+
+
 def test_verb_that_is_not_there_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     status, said = run(capsys, "shwo", "r-1")
     assert (status, "there is no verb 'shwo'; did you mean 'show'?" in said) == (2, True)
@@ -450,6 +478,9 @@ def test_verbs_options_and_rollout_ids_are_completed(tmp_path: Path) -> None:
     assert completed("tokcap ver", tmp_path / "store") == ["verify"]
     assert completed("tokcap show task", tmp_path / "store") == ["task-1-0", "task-1-1"]
     assert "--upstream" in completed("tokcap serve --", tmp_path / "store")
+    for begun in ("reset", "diff", "diff other", "ls", "report other"):
+        assert completed(f"tokcap {begun} task-1", tmp_path / "store") == ["task-1-0", "task-1-1"], begun
+    assert completed("tokcap show *", tmp_path / "store") == []
     assert completed("tokcap show task", tmp_path / "nothing") == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import math
 import os
 import signal
@@ -419,6 +420,8 @@ def test_what_was_exported_and_then_retired_is_not_left_out(tmp_path: Path) -> N
         done = in_parts(made, tmp_path / "parts", by="rollout")
         assert (done.already, done.skipped, done.rollouts) == (1, {"retired": 1}, 0)
         assert ids_in(tmp_path / "parts") == ["r-0"]
+        done = in_parts(made, tmp_path / "parts", "r-0", by="rollout")
+        assert (done.already, done.skipped, done.complete) == (1, {}, True)
         assert not export(made, tmp_path / "other", format="npz").already
         assert not (tmp_path / "other").exists()
 
@@ -482,6 +485,41 @@ def test_two_exports_at_once_do_not_mix(store: FileStore, tmp_path: Path) -> Non
         with pytest.raises(BusyError, match="another process"):
             in_parts(store, tmp_path / "parts")
         other.communicate(b"")
+
+
+def test_what_another_export_finishes_meanwhile_is_not_written_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It got its name after this one opened the file, and before this one locked it."""
+    path = tmp_path / "out.jsonl"
+    first = WholeFile(str(path))
+    first.file.write(b"whole\n")
+    first.sync()
+    real = fcntl.flock
+
+    def late(fd: Any, operation: int) -> None:
+        first.publish()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(BusyError, match="another process"):
+        WholeFile(str(path))
+    assert path.read_bytes() == b"whole\n"
+
+
+def test_links_planted_for_an_export_are_not_followed(store: FileStore, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    for plant in (os.symlink, os.link):
+        plant(victim, temporary_of(str(tmp_path / "out.jsonl")))
+        with pytest.raises(OSError):
+            export(store, tmp_path / "out.jsonl")
+        os.unlink(temporary_of(str(tmp_path / "out.jsonl")))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / PROGRESS).symlink_to(victim)
+    with pytest.raises(OSError):
+        in_parts(store, tmp_path / "parts")
+    assert victim.read_bytes() == b"precious"
 
 
 def test_a_last_line_that_a_kill_cut_off_is_no_obstacle(store: FileStore, tmp_path: Path) -> None:

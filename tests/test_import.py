@@ -21,7 +21,7 @@ from tests import recordings
 from tests.nemo_gym_directory import unpacked
 from tokcap import FileStore, TokenEntry
 from tokcap.errors import StoreNotFoundError
-from tokcap.transfer import Imported, ImportedRollout, import_nemo_gym, import_traffic, nemo_gym
+from tokcap.transfer import Imported, ImportedRollout, import_nemo_gym, import_traffic, importing, nemo_gym
 from tokcap.transfer.nemo_gym import lineage_digest
 
 ROOT = Path(__file__).parent.parent
@@ -241,6 +241,7 @@ def test_files_that_are_no_traffic_are_refused_by_name_and_stop_no_other(store: 
         "twice.jsonl": "\n".join(json.dumps(line) for line in ({"rollout": "r"}, call, call)).encode(),
         "cut.jsonl.gz": good.read_bytes()[:-20],
         "no-gzip.jsonl.gz": b"x" * 100,
+        "deep.jsonl": b'{"rollout": "r", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
     }
     for name, data in bad.items():
         (tmp_path / name).write_bytes(data)
@@ -506,6 +507,69 @@ def test_fields_that_only_they_have_are_kept(store: FileStore, gym: Path) -> Non
     assert entry.extra["nemo_gym"]["continuation_fingerprint"] == "f"
     assert entry.extra["nemo_gym"]["something_new"] == {"a": [1.5, None]}
     assert entry.extra["nemo_gym"]["digest"] == record["digest"]
+
+
+def test_what_its_owner_noted_is_not_replaced(store: FileStore, gym: Path) -> None:
+    records = records_of(gym, CHAIN)
+    rewrite(gym, CHAIN, records, version=0)
+    import_nemo_gym(gym, store, finish=True)
+    rewrite(gym, CHAIN, records, version=1)
+    assert import_nemo_gym(gym, store, finish=True).imported == 1
+    assert store.stat_now(CHAIN).meta == {"nemo_gym": {"version": 1}}, "an import may say more than an earlier one"
+
+    store.finish_now(CHAIN, {"reward": 1.0})
+    before = contents(store)
+    done = import_nemo_gym(gym, store, finish=True)
+    assert done.refused == {CHAIN: "its owner finished it here, with another meta"}
+    assert import_nemo_gym(gym, store).unchanged == 1
+    assert contents(store) == before
+
+
+def test_a_reward_is_not_replaced_by_what_traffic_says(store: FileStore) -> None:
+    import_traffic(TRAFFIC[5], store, finish=True)
+    ((rollout_id, _),) = store.rollouts()
+    store.finish_now(rollout_id, {"reward": 1.0})
+    assert set(import_traffic(TRAFFIC[5], store, finish=True).refused) == {rollout_id}
+    assert store.stat_now(rollout_id).meta == {"reward": 1.0}
+
+
+def test_a_call_that_is_called_as_a_line_hides_no_lost_one(store: FileStore, gym: Path) -> None:
+    record = {**records_of(gym, "linear-1")[0], "model_call_id": "line-2"}
+    rewrite(gym, "linear-1", [record, b"{broken\n"])
+    for _ in range(2):
+        assert not import_nemo_gym(gym, store).refused
+        assert sorted(outcomes(store, "linear-1").values()) == ["lost", "recorded"]
+
+
+def test_the_same_import_in_another_process_is_no_reason_to_refuse(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importing._write
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(importing, "_write", real)
+        import_traffic(TRAFFIC[5], store, freeze=True)
+        real(*arguments)
+
+    monkeypatch.setattr(importing, "_write", late)
+    done = import_traffic(TRAFFIC[5], store, freeze=True)
+    assert (done.refused, done.unchanged) == ({}, 1)
+
+
+def test_hostile_files_stop_no_other(store: FileStore, gym: Path) -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    (gym / "deep.tokens.jsonl").write_bytes(b'{"model_call_id": "a", "x": ' + deep + b"}\n")
+    (gym / "state.tokens.jsonl").write_bytes(b"{}\n")
+    (gym / "state.tokens.state.json").write_bytes(b'{"x": ' + deep + b"}")
+    os.mkfifo(gym / "fifo.tokens.jsonl")
+    (gym / "endless.tokens.jsonl").symlink_to("/dev/zero")
+    record = records_of(gym, "linear-1")[0]
+    del record["generation_log_probs"]
+    (gym / "less.tokens.jsonl").write_text(json.dumps({**record, "rollout_id": "less"}) + "\n")
+    done = import_nemo_gym(gym, store)
+    assert set(done.refused) == {"state", "fifo", "endless"}
+    assert set(outcomes(store, "deep").values()) == set(outcomes(store, "less").values()) == {"lost"}
+    assert done.imported == 7
 
 
 def test_what_has_come_since_is_added_to_what_is_open(store: FileStore, gym: Path) -> None:

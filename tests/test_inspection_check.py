@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -18,11 +20,12 @@ from tests.damage import FROZEN, OPEN, RETIRED, TRUNK, Golden, Tree, build_store
 from tests.looked_at_stores import recorded_store
 from tokcap.errors import NewerFormatError, StoreNotFoundError
 from tokcap.inspection import CheckSummary, Finding, check
-from tokcap.inspection.check import check_place
+from tokcap.inspection.check import _checked_together, check_place
 from tokcap.store import FileStore
 from tokcap.store.files import Files
 from tokcap.store.frame import ACKNOWLEDGED, SPACE, Kind
 from tokcap.store.manifest import decode_manifest, encode_manifest
+from tokcap.store.unread import changed_space
 
 Store = tuple[dict[str, Golden], Tree]
 
@@ -257,6 +260,20 @@ def test_changed_trailer_behind_a_copied_segment_is_found(copied: Path) -> None:
         flip(path, length + 2)
 
 
+def test_few_changed_bytes_are_changed_space_and_many_are_somebodys_write() -> None:
+    space = (SPACE * 64)[:64]
+    few, many = bytearray(space), bytearray(space)
+    for at in range(16, 24):
+        few[at] ^= 1
+        many[at] ^= 1
+    many[40] ^= 1
+    assert changed_space(space, 0, 64) is None
+    found = changed_space(bytes(few), 0, 64)
+    assert found is not None and (found.offset, found.end) == (16, 24)
+    assert changed_space(bytes(many), 0, 64) is None
+    assert changed_space(bytes(few), 16, 24) is None  # all of it is something else
+
+
 def test_changed_space_behind_the_last_batch_is_found(small: Path) -> None:
     with FileStore(small, sweep_every_s=0) as store:
         store.put_now(make_entry("d", "c0", TRUNK, [1]))
@@ -355,6 +372,10 @@ def misplace(rollout: Path, root: Path) -> None:
     shutil.move(rollout, wrong / "a-open")
 
 
+def rename_shard(rollout: Path) -> None:
+    rollout.parent.rename(rollout.parent.with_name("shard.bak"))
+
+
 INCARNATION = "0123456789abcdef0123456789abcdef"
 
 PLANTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
@@ -426,6 +447,7 @@ PLANTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "note",
     ),
     "wrong shard": (lambda root: misplace(one("rollouts/*/a-open", root), root), "damage", "wrong_shard"),
+    "shard under another name": (lambda root: rename_shard(one("rollouts/*/a-open", root)), "damage", "wrong_shard"),
     "group may write": (lambda root: one("rollouts/*/a-open/*/*.seg", root).chmod(0o620), "warning", "modes"),
     "others may read": (lambda root: one("rollouts/*/a-open", root).chmod(0o755), "warning", "modes"),
     "another owner": (lambda root: os.chown(one("rollouts/*/a-open", root), 12345, -1), "warning", "modes"),
@@ -440,6 +462,21 @@ def test_what_does_not_belong_is_found_and_nothing_else(small: Path, what: str) 
     plant(small)
     found = found_in(small)
     assert {(finding.level, finding.kind) for finding in found} == {(level, kind)}
+
+
+def test_what_is_hidden_under_another_name_is_named_with_its_place(small: Path) -> None:
+    rollout = one("rollouts/*/a-open", small)
+    rename_shard(rollout)
+    (found,) = troubles(small)
+    assert str(rollout) in found.what
+    assert f"rename it to {rollout.parent}" in found.advice
+    (small / "rollouts" / "shard.bak").rename(rollout.parent)
+    other = rollout.with_name("another")
+    rollout.rename(other)
+    (found,) = troubles(small)
+    assert (found.kind, found.path, found.rollout_id) == ("wrong_shard", str(other), "another")
+    assert "rollout a-open under the name another" in found.what
+    assert found.what.endswith(f"its place is {rollout}")
 
 
 def test_one_rollout_that_cannot_be_read_stops_no_other(small: Path) -> None:
@@ -491,3 +528,13 @@ def test_nothing_is_written(small: Path, copied: Path) -> None:
         before = {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in root.rglob("*")}
         found_in(root)
         assert {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in root.rglob("*")} == before
+
+
+def test_the_processes_that_help_leave_interrupts_to_who_started_them(small: Path) -> None:
+    found = _checked_together(str(small), iter(["a-open"] * 300), True, 2)
+    next(found)
+    helpers = multiprocessing.active_children()
+    masks = [Path(f"/proc/{helper.pid}/status").read_text().partition("SigBlk:")[2].split()[0] for helper in helpers]
+    assert len(list(found)) == 299
+    assert masks and all(int(mask, 16) >> signal.SIGINT - 1 & 1 for mask in masks)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import stat
 import threading
 import time
@@ -21,6 +23,7 @@ from tokcap.inspection import cache as cache_module
 from tokcap.inspection.cache import Kept, RowCache, cache_directory, decode_rows, encode_rows
 from tokcap.inspection.keeping import kept_of
 from tokcap.store.files import Files
+from tokcap.store.frame import ACKNOWLEDGED
 
 from .looked_at_stores import recorded_store
 
@@ -367,6 +370,23 @@ def test_a_removed_or_added_file_shows(recorded: Path, tmp_path: Path, looks: Lo
     assert found["linear-0"].damage and found["linear-1"].damage and found["linear-2"].state == "unreadable"
 
 
+def test_damage_is_no_call_and_hides_no_call_that_is_lost_without_a_name(store_dir: Path) -> None:
+    with FileStore(store_dir) as store:
+        for call in ("a", "b"):
+            store.put_now(entry("r", call, [1], [2, 3]))
+        store.mark_incomplete_now("r")
+        store.freeze_now("r").close()
+        (before,) = rows(store)
+    (segment,) = store_dir.glob("rollouts/*/r/*/v1/*.seg")
+    data = bytearray(segment.read_bytes())
+    data[data.index(b"b", data.index(ACKNOWLEDGED))] ^= 1  # in the record of the second call
+    with segment.open("r+b") as file:
+        file.write(data)
+    (after,) = rows(looking(store_dir))
+    assert (before.calls, before.outcomes) == (3, {"lost": 1, "recorded": 2})
+    assert after.damage and (after.calls, after.outcomes) == (2, {"lost": 1, "recorded": 1})
+
+
 def test_what_changed_just_now_is_not_trusted(store_dir: Path, looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
     with FileStore(store_dir) as store:
         store.put_now(entry("r", "first", [1], [2, 3]))
@@ -480,6 +500,36 @@ def test_the_rows_of_another_version_are_not_taken(
     monkeypatch.setattr(cache_module, "__version__", "0.0.0.other")
     assert len(looks.of(store)) == 25
     assert looks.of(store) == []
+
+
+def test_what_another_boot_believes_of_an_open_rollout_is_looked_at_again(
+    store_dir: Path, looks: Looks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch without its trailer counts only once the machine was started anew, though no file changes for that."""
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            dying = FileStore(store_dir)
+            for call in ("a", "b"):
+                dying.put_now(entry("r", call, [1], [2, 3]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with FileStore(store_dir) as store:
+        store.put_now(entry("frozen", "a", [1], [2, 3]))
+        store.freeze_now("frozen").close()
+    (segment,) = store_dir.glob("rollouts/*/r/*/*.open")
+    data = segment.read_bytes()
+    end = data.rindex(ACKNOWLEDGED)
+    segment.write_bytes(data[:end] + bytes(len(ACKNOWLEDGED)) + data[end + len(ACKNOWLEDGED) :])
+    before = rows(looking(store_dir))
+    assert looks.of(looking(store_dir)) == []
+    assert [row.calls for row in before] == [1, 1]
+    monkeypatch.setattr("tokcap.store.base.boot_id", lambda: "00000000-0000-4000-8000-000000000000")
+    assert looks.of(looking(store_dir)) == ["r"]
+    after = rows(looking(store_dir))
+    assert after == rows(looking(store_dir), remember=False) != before
+    assert [row.calls for row in after] == [1, 2]
+    assert looks.of(looking(store_dir)) == []
 
 
 def test_an_interrupted_look_keeps_what_it_did(recorded: Path, looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:

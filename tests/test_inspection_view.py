@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from tests import recordings
 from tests.looked_at_stores import recorded_store
 from tests.rollout_examples import Made, call, example, missing, rollouts, samples, snapshot_of
+from tokcap import FileStore, TokenEntry
 from tokcap.digests import request_digests
 from tokcap.inspection import RELATIONS, CallView, RolloutView, open_to_look, view_of
 from tokcap.inspection.branches import Skipped, conversations, lines, shortened
@@ -353,6 +354,25 @@ def test_what_leaves_a_conversation_is_one_level_deeper_and_long_runs_can_be_lef
         for branch, _ in lines(shortened(tree.branches))
     ]
     assert short == ["c00", "c01", "c02", 14, "c17", "c18", "c19", "retry", "c20", "c21", "c22", 15, "c38", "c39"]
+
+
+def test_a_call_behind_a_gap_is_never_left_out(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store") as store:
+        prompt = [1]
+        for number in range(40):
+            if number == 20:
+                store.begin_call_now("r", "gone")
+                store.settle_call_now("r", "gone", "lost", "no ids")
+                prompt = [*prompt, 7, 8]
+            store.begin_call_now("r", f"c{number:02}")
+            store.put_now(TokenEntry("r", f"c{number:02}", prompt, [2], [-0.5]))
+            prompt = [*prompt, 2, 3]
+        with store.read_now("r") as snapshot:
+            view = view_of(snapshot)
+    assert [each.name for each in view.calls if each.after_gap] == ["c20"]
+    (tree,) = conversations(view)
+    shown = [branch.call.name for branch, _ in lines(shortened(tree.branches)) if not isinstance(branch, Skipped)]
+    assert shown == ["c00", "c01", "c02", "c17", "c18", "c19", "gone", "c20", "c21", "c22", "c38", "c39"]
 
 
 @settings(max_examples=60, deadline=None)

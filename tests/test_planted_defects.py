@@ -6,6 +6,8 @@ import contextlib
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,11 +62,28 @@ def test_the_place_of_a_defect_depends_on_the_seed_alone(practice: Practice, tmp
 
 def test_answers_are_told_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planted_defects.main([str(tmp_path / "quiet")]) == 0
-    assert not re.search(r"task-\d", capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert not re.search(r"task-\d", told.out + told.err)
+    assert f"tokcap ls --dir {tmp_path / 'quiet'}\n" in told.out
     assert planted_defects.main([str(tmp_path / "loud"), "--answers"]) == 0
     assert len(re.findall(r"^task-\d-\d ", capsys.readouterr().out, re.MULTILINE)) == len(DEFECTS)
     with pytest.raises(SystemExit), contextlib.redirect_stderr(None):
         planted_defects.main([str(tmp_path / "loud")])  # it is there already
+
+
+def test_a_store_does_not_tell_by_a_warning_where_a_defect_is(tmp_path: Path) -> None:
+    command = [sys.executable, planted_defects.__file__, str(tmp_path / "quiet"), "--seed", "4711"]
+    root = Path(planted_defects.__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(root)})
+    assert not re.search(r"task-\d", done.stdout + done.stderr)
+
+
+def test_answers_are_told_later_of_a_store_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = str(tmp_path / "practice")
+    planted_defects.main([directory, "--seed", "5", "--answers"])
+    at_once = capsys.readouterr().out.splitlines()
+    assert planted_defects.main([directory, "--seed", "5", "--answers"]) == 0
+    assert capsys.readouterr().out.splitlines() == at_once[1:]
 
 
 def test_the_others_are_well(practice: Practice) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import stat
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from tokcap import FileStore, TokenEntry, build
 from tokcap.command import main
 from tokcap.inspection import open_to_look, row_of, view_of
 from tokcap.report import contents_of, page_of, report
-from tokcap.report.page import SCRIPTS
+from tokcap.report.page import SCRIPTS, script
 
 PAGE = Path(report.__code__.co_filename).parent / "page"
 VERDICTS = {
@@ -183,7 +185,7 @@ def test_nothing_that_a_record_says_is_markup(tmp_path: Path) -> None:
     page = report(store, title="</title><script>window.ran=20</script>{{data}}")
     data, elements = _data(page)
     assert page.isascii()
-    ours = ["html", "head", "meta", "meta", "meta", "meta", "title", "style", "body", "noscript", "p"]
+    ours = ["html", "head", "meta", "meta", "meta", "meta", "title", "style", "body", "p"]
     assert elements.tags[: len(ours)] == ours
     assert set(elements.tags[len(ours) :]) == {"script"}
     inert = {"application/json", "application/octet-stream;base64"}
@@ -222,6 +224,11 @@ def test_the_script_writes_no_markup_and_every_module_is_in_the_page() -> None:
             assert forbidden not in code, (path.name, forbidden)
 
 
+def test_no_list_becomes_the_arguments_of_one_call() -> None:
+    """Browsers take some 65,000 to 120,000 of them, and a store has more rollouts than that."""
+    assert re.findall(r"Math\.(?:max|min)\([^;]*?\.\.\.[^;]*", script()) == []
+
+
 def test_what_is_wrong_is_said_and_stops_nothing_else(assorted: Path) -> None:
     data, _ = _data(report(open_to_look(assorted), ["damaged", "open", "gone", "empty", "never-there", "mixed"]))
     told = {facts["id"]: facts for facts in data["rollouts"]}
@@ -256,6 +263,7 @@ def test_tokens_beyond_the_bound_are_left_out_and_it_is_said(recorded: Path) -> 
     rows = [row_of(store, rollout_id) for rollout_id, _ in store.rollouts()]
     contents = contents_of(store, rows, max_tokens=4000)
     assert 0 < contents.with_tokens < 25 and contents.tokens <= 4000
+    assert all(facts["calls"] for facts in contents.rollouts), "what doesn't fit has a row and nothing else"
     data, elements = _data(page_of(contents, title="t"))
     assert len(data["table"]) == 25
     place = data["columns"].index("page")
@@ -301,6 +309,33 @@ def test_the_verb_writes_a_page_that_only_its_owner_reads(
     assert {facts["id"] for facts in _data(out.read_bytes())[0]["rollouts"]} == {"long-1", "edges-0"}
     assert {path: path.stat().st_mtime_ns for path in recorded.rglob("*")} == before
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["page.html"]
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "page.html").write_text("the old one")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tokcap.cli.reporting.os.replace", refuse)
+    assert main(["report", "long-1", "--dir", str(recorded), "--out", str(tmp_path / "page.html")]) == 4
+    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
+    assert (tmp_path / "page.html").read_text() == "the old one"
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["page.html"]
+
+
+def test_the_verb_writes_into_what_is_there_and_is_no_file(recorded: Path, tmp_path: Path) -> None:
+    """As root, a page for /dev/null would otherwise take its place."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    assert main(["report", "long-1", "--dir", str(recorded), "--out", str(pipe)]) == 0
+    reader.join(10)
+    assert pipe.is_fifo() and read[0].startswith(b"<!doctype html>")
 
 
 def test_the_verb_says_what_is_not_there_and_what_is_left_out(

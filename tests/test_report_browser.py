@@ -14,9 +14,10 @@ import pytest
 
 from tests.looked_at_stores import recorded_store
 from tests.report_examples import CORPUS, assorted_store, hostile_store, large_store
+from tokcap import FileStore, TokenEntry
 from tokcap.cli.output import safe
-from tokcap.inspection import open_to_look, view_of
-from tokcap.report import report
+from tokcap.inspection import open_to_look, row_of, view_of
+from tokcap.report import contents_of, page_of, report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Dialog, Page
@@ -86,7 +87,7 @@ ATTRIBUTES = """() =>
 
 UNNAMED = """() => {
   const wrong = [], all = (selector) => [...document.querySelectorAll(selector)];
-  const used = "button, input, select, a[href], [tabindex='0'], canvas[role], svg[role], [role=tree], [role=table]";
+  const used = "button, input, select, a[href], [tabindex='0'], canvas[role], svg[role], [role=tree], [role=grid]";
   const name = (one) => one.getAttribute("aria-label") || one.getAttribute("aria-labelledby") ||
     one.textContent.trim() || (one.labels && one.labels.length) || one.title;
   const ids = all("[id]").map((one) => one.id);
@@ -95,7 +96,7 @@ UNNAMED = """() => {
   for (const attribute of ["aria-labelledby", "aria-describedby", "aria-activedescendant"])
     for (const one of all("[" + attribute + "]"))
       if (!ids.includes(one.getAttribute(attribute))) wrong.push(attribute + " names nothing");
-  for (const [inner, outer] of [["treeitem", "tree"], ["cell", "row"], ["columnheader", "row"], ["row", "table"]])
+  for (const [inner, outer] of [["treeitem", "tree"], ["gridcell", "row"], ["columnheader", "row"], ["row", "grid"]])
     for (const one of all("[role=" + inner + "]"))
       if (!one.parentElement.closest("[role=" + outer + "]")) wrong.push(inner + " outside of " + outer);
   if (document.documentElement.lang !== "en" || !document.title) wrong.push("no language, no title");
@@ -285,6 +286,9 @@ def test_search_finds_text_across_tokens_ids_and_calls(assorted: Path, opened: O
     assert page.inner_text(".found") == "2 of 5" and _strip(page)["text"] == " w11"
     page.keyboard.press("Shift+Enter")
     assert page.inner_text(".found") == "1 of 5" and _strip(page)["text"] == " w1"
+    # What stands twice in the text of one token, or is an id and its text, is one place.
+    letters = found("w")
+    assert len({(one["trajectory"], one["start"]) for one in letters if "start" in one}) == len(letters)
     assert any("call" in one for one in found("severa"))
     page.keyboard.press("Escape")
     assert page.evaluate("tokcapReport.found()") == []
@@ -341,7 +345,23 @@ def test_damage_losses_tombstones_and_open_rollouts_are_said_in_words(assorted: 
     assert "not frozen" in told["open"] and "1 call is still open" in told["open"]
     assert "nothing to train" in told["empty"] and "rollout_base_url" in told["empty"]
     assert "the client went away" in told["mixed"] and "the answer holds no token ids" in told["mixed"]
-    assert "several models" in told["judged"] and "None of 4 sampled ids are trained" in told["judged"]
+    assert "several models" in told["judged"] and "None of 4 sampled ids are trained: 4 other model." in told["judged"]
+
+
+def test_the_plot_of_log_probs_counts_every_sampled_id_that_is_known(recorded: Path, opened: Opener) -> None:
+    """Those of a call that says the same as another one, too, as the table of the store and `tokcap stats` do."""
+    store = open_to_look(recorded)
+    page = opened(report(store, ["edges-0", "linear-0"]))
+    for number, name in enumerate(("edges-0", "linear-0")):
+        page.evaluate("(number) => { location.hash = '#r' + number; }", number)
+        page.wait_for_function("(name) => document.querySelector('h1').textContent === name", arg=name)
+        row = row_of(store, name)
+        told = page.get_attribute(".plot svg", "aria-label") or ""
+        trained, others = (
+            int(part.split()[-1].rstrip(".").replace(",", "")) for part in told.split(". ")[1].split(", ")
+        )
+        assert trained + others == sum(row.log_probs)
+        assert trained == row.trained
 
 
 def test_the_table_filters_sorts_and_opens_rollouts(recorded: Path, opened: Opener) -> None:
@@ -356,7 +376,7 @@ def test_the_table_filters_sorts_and_opens_rollouts(recorded: Path, opened: Open
     left = {row.get_attribute("data-rollout") for row in page.locator(".table-row").all()}
     assert left == {"edges-0", "retry-last-0", "retry-last-1"}
     assert page.inner_text(".table-bar [role=status]") == "3 of 25 rollouts"
-    page.focus(".table-body")
+    page.focus(".table")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     page.wait_for_selector(".tree")
@@ -372,6 +392,93 @@ def test_an_empty_store_says_so(store_dir: Path, opened: Opener) -> None:
         pass
     page = opened(report(open_to_look(store_dir)))
     assert "There is no rollout in this store" in _text(page)
+
+
+def test_coming_back_to_a_page_finds_it_scrolled_as_it_was(assorted: Path, opened: Opener) -> None:
+    page = opened(report(open_to_look(assorted)), viewport={"width": 1440, "height": 500})
+    mixed = f"#r{page.evaluate('tokcapReport.rollouts()').index('mixed')}"
+    tops = "() => [window.scrollY, ...['.tree', '.strip'].map((one) => document.querySelector(one).scrollTop)]"
+    page.evaluate("(where) => { location.hash = where; }", mixed)
+    _settled(page)
+    page.focus(".strip")
+    page.keyboard.press("End")
+    page.evaluate("() => { window.scrollTo(0, 300); document.querySelector('.tree').scrollTop = 30; }")
+    before = page.evaluate(tops)
+    assert before[0] == 300 and before[1] > 0
+    page.evaluate("location.hash = '#all'")
+    page.wait_for_selector(".table")
+    assert page.evaluate("window.scrollY") == 0
+    page.evaluate("(where) => { location.hash = where; }", mixed)
+    _settled(page)
+    assert page.evaluate(tops) == before
+
+
+def test_names_from_records_are_shown_as_they_are_written(store_dir: Path, opened: Opener) -> None:
+    names = ["__proto__", "constructor", "lost", "my_model_v2", "m" * 5000]
+    with FileStore(store_dir) as store:
+        for number, name in enumerate(names):
+            store.put_now(
+                TokenEntry(
+                    f"r{number}", "c", [1], [2], [-1.0], model=name, policy_versions=[(name, 0, 1)], pieces=[b"word"]
+                )
+            )
+    page = opened(report(open_to_look(store_dir)))
+    told = page.evaluate("[...document.querySelectorAll('.legend li')].map((one) => [one.textContent, one.title])")
+    for name in names[:4]:
+        assert [title for text, title in told if text.startswith(f"{name}1")] == [name, name]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1440
+    page.evaluate("location.hash = '#r' + tokcapReport.rollouts().indexOf('r4')")
+    page.wait_for_selector(".strip")
+    _settled(page)
+    assert page.inner_text(".piece-large") == "word"
+    assert page.evaluate("document.documentElement.scrollHeight") < 3000
+
+
+def test_where_nothing_is_stored_no_share_is_praised_and_no_plot_is_empty(store_dir: Path, opened: Opener) -> None:
+    with FileStore(store_dir) as store:
+        store.begin_call_now("nothing", "c")
+        store.settle_call_now("nothing", "c", "lost", "the answer holds no token ids")
+    page = opened(report(open_to_look(store_dir), ["nothing"]))
+    tiles = {one.split("\n")[0]: one.split("\n")[1:] for one in page.locator(".tile").all_inner_texts()}
+    assert tiles["trained"] == ["\N{EN DASH}", "0 ids"] and tiles["lost or open"] == ["1", "of 1 call"]
+    assert page.locator(".tile.good, .plot").count() == 0
+
+
+def test_many_calls_at_once_make_no_tall_timeline(store_dir: Path, opened: Opener) -> None:
+    with FileStore(store_dir) as store:
+        for number in range(300):
+            store.begin_call_now("many", f"c{number:03d}")
+    page = opened(report(open_to_look(store_dir), ["many"]))
+    assert "at most 300 at the same time" in _text(page)
+    box = page.locator(".timeline").bounding_box()
+    assert box is not None and box["height"] <= 280
+    page.locator(".timeline").click(position={"x": box["width"] - 1, "y": 239.5})
+    assert int(page.get_attribute(".tree [aria-selected=true]", "data-call") or 0) >= 295
+
+
+def test_a_time_that_is_no_date_stops_nothing(store_dir: Path, opened: Opener) -> None:
+    with FileStore(store_dir):
+        pass
+    contents = contents_of(open_to_look(store_dir), [])
+    page = opened(page_of(contents, title="odd", made_at=1e300))
+    assert "There is no rollout in this store" in _text(page)
+
+
+def test_a_page_whose_script_may_not_run_says_so(assorted: Path, browser: Browser) -> None:
+    html = report(open_to_look(assorted), ["mixed"])
+
+    def told(policy: str) -> str:
+        headers = {"content-type": "text/html", "content-security-policy": policy}
+        page = browser.new_page()
+        page.route("**/*", lambda route: route.fulfill(body=html, headers=headers))
+        page.goto("http://reports.invalid/page.html")
+        text = str(page.evaluate("document.body.innerText"))
+        page.close()
+        return text
+
+    assert "open it from disk" in told("default-src 'none'")
+    allowed = told("frame-ancestors 'none'")
+    assert "open it from disk" not in allowed and "12 of 16 sampled ids are trained" in allowed
 
 
 def test_what_is_not_in_the_page_is_said_with_the_way_to_get_it(recorded: Path, opened: Opener) -> None:
@@ -456,6 +563,9 @@ def test_200_000_tokens_scroll_with_few_elements_and_short_tasks(large: bytes, o
     page.fill("#search", "policy reward")
     page.keyboard.press("Enter")
     assert len(page.evaluate("tokcapReport.found()")) > 100
+    page.fill("#search", "policy")
+    page.keyboard.press("Enter")
+    assert page.inner_text(".found") == "1 of 10,000+"
 
 
 def test_light_and_dark_are_drawn_and_toggled(assorted: Path, opened: Opener) -> None:
@@ -480,6 +590,16 @@ def test_light_and_dark_are_drawn_and_toggled(assorted: Path, opened: Opener) ->
     assert colour(dark, "--step-7") == colour(light, "--step-7") and colour(dark, "--step-7") in set(
         dark.evaluate(DRAWN)
     )
+
+
+def test_where_the_system_chooses_the_colours_those_of_the_legends_stay(assorted: Path, opened: Opener) -> None:
+    page = opened(report(open_to_look(assorted), ["mixed"]), forced_colors="active")
+    _settled(page)
+    ground = "(one) => getComputedStyle(document.querySelector(one)).backgroundColor"
+    legend = [".swatch.c-trained", ".bar-part.c-1", ".dot.o-lost", ".step-5", ".line-mark.trained", ".swatch.o-aborted"]
+    assert len({page.evaluate(ground, one) for one in legend}) == 6 - 1  # trained is blue in two of them
+    style = "(one) => getComputedStyle(document.querySelector(one)).outlineStyle"
+    assert {page.evaluate(style, one) for one in (".call.current", ".modes input:checked + span")} == {"solid"}
 
 
 def test_everything_that_can_be_used_has_a_name_and_a_role(assorted: Path, opened: Opener) -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -158,6 +159,18 @@ def test_what_a_model_or_a_harness_wrote_moves_no_terminal(
 # ---- masked rollouts
 
 
+def test_a_template_that_nobody_has_scored_is_said_to_be_one(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ids.jsonl"
+    where = ("--dir", str(recorded))
+    assert rescored_log_probs.main([*where, "--write-template", str(file), "--rollout", "linear-0"]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rescored_log_probs.main([*where, str(file)]) == 1
+    assert f"problem: nothing is scored in {file}" in capsys.readouterr().err
+
+
 def test_masked_rollouts_of_the_recorded_traffic(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert masked_rollouts.main(["--dir", str(recorded), "--json"]) == 0
     found = {line["rollout_id"]: line["ids"] for line in told(capsys)}
@@ -179,6 +192,7 @@ def test_masked_rollouts_tells_the_worst_first_and_what_to_do(
     assert lines[1][0] == planted["ambiguous"].rollout_id
     for words in ("rollout_base_url", "68 ids ambiguous", "x-tokcap-call-id", "damaged", "calls lost: 1"):
         assert words in printed
+    assert "unreadable" not in printed  # what is damaged is read all the same
 
 
 def test_a_rollout_that_is_still_at_work_is_not_masked(store_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -411,6 +425,7 @@ def test_damage_is_critical(practice: tuple[Path, dict[str, Planted]], capsys: p
     assert level == "CRITICAL"
     assert found == {("CRITICAL", "damage"), ("WARNING", "open call")}
     assert f"/{planted['flipped'].rollout_id}/" in messages
+    assert "damage: damage" not in messages and not messages.startswith("damage: ")
     assert "call-0004, call-0005, call-0006, call-0007" in messages  # what it costs
     assert f"{planted['died'].rollout_id} {planted['died'].call}: its server is gone" in messages
 

@@ -238,7 +238,8 @@ def things_that_run(source: str) -> Iterator[str]:
 
 def test_nothing_in_the_package_loads_objects_or_runs_text() -> None:
     found = {path.relative_to(PACKAGE).as_posix(): list(things_that_run(path.read_text())) for path in MODULES}
-    assert {name: things for name, things in found.items() if things} == {}
+    # This one starts its own interpreter with a text of its own, and no word of a store in it.
+    assert {name: things for name, things in found.items() if things} == {"inspection/workers.py": ["subprocess"]}
     for source in ("import pickle", "from marshal import loads", "eval('1')", "np.load(x)", "yaml.unsafe_load(x)"):
         assert list(things_that_run(source)), source
 

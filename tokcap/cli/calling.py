@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .choosing import amount
-from .group import NO
 from .options import as_json, directory, rollout_globs
+from .status import NO
 
 if TYPE_CHECKING:
     from ..inspection import CallView, RolloutView
@@ -28,8 +27,13 @@ _VERDICTS = ("trained", "abandoned", "ambiguous", "aborted", "unknown", "conflic
 @click.option("--verdict", multiple=True, type=click.Choice(_VERDICTS), help="Only answers of which this holds.")
 @click.option("--drifted", is_flag=True, help="Only calls whose prompt no longer holds what was sampled.")
 @click.option("--unknown-log-probs", is_flag=True, help="Only answers with ids whose log-prob is unknown.")
-@click.option("--model", multiple=True, metavar="NAME", help="Only answers of this model.")
-@click.option("--limit", type=int, metavar="N", help=f"At most so many. [default: {_CALLS} on a terminal, else all]")
+@click.option("--model", "models", multiple=True, metavar="GLOB", help="Only answers of this model.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help=f"Show N of them; 0: all. [default: {_CALLS} on a terminal, else all]",
+)
 @directory
 @as_json
 def calls_verb(
@@ -38,7 +42,7 @@ def calls_verb(
     verdict: tuple[str, ...],
     drifted: bool,
     unknown_log_probs: bool,
-    model: tuple[str, ...],
+    models: tuple[str, ...],
     limit: int | None,
     directory: str | None,
     as_json: bool,
@@ -54,21 +58,24 @@ def calls_verb(
     from itertools import islice
 
     from ..inspection import open_to_look
-    from .choosing import progress_bar
-    from .naming import meant, views_of
+    from ..inspection.wanted import is_named
+    from .naming import meant, texts_of, views_of
     from .output import line, print_json, print_table
+    from .progress import progress_bar
 
     store = open_to_look(directory)
     ids = meant(store, globs)
+    texts = texts_of(store, None, ids[:1]) if ids else None  # as `tokcap drift` does, so that both say the same
     if limit is None:
         limit = _CALLS if sys.stdout.isatty() and not as_json else 0
-    matched = 0
+    matched = failed = 0
 
     def found() -> Iterator[tuple[str, RolloutView | Exception, CallView | None]]:
-        nonlocal matched
+        nonlocal matched, failed
         with progress_bar("reading rollouts") as told:
-            for rollout_id, view in views_of(store, ids, progress=told):
+            for rollout_id, view in views_of(store, ids, texts, told):
                 if isinstance(view, Exception):
+                    failed += 1
                     yield rollout_id, view, None
                     continue
                 for call in view.calls:
@@ -77,7 +84,7 @@ def calls_verb(
                         and (not verdict or call.verdict in verdict)
                         and (not drifted or call.relation == "drifted")
                         and (not unknown_log_probs or call.unknown_log_probs)
-                        and (not model or (call.relation != "unrecorded" and call.model in model))
+                        and (not models or (call.relation != "unrecorded" and is_named(call.model, models)))
                     ):
                         matched += 1
                         yield rollout_id, view, call
@@ -106,7 +113,7 @@ def calls_verb(
     print_table(_COLUMNS, limited(), styles={3: "bold"}, optional=_OPTIONAL)
     if cut:
         line("... and more (--limit 0 shows all)")
-    if not matched:
+    if not matched and not failed:
         sys.stderr.write("tokcap: no call matches\n")
     return 0 if matched else NO
 
@@ -139,32 +146,34 @@ _OPTIONAL = [
 
 
 def _row(view: RolloutView | Exception, call: CallView | None) -> list[str]:
+    from .output import amount_cell
+
     if call is None or isinstance(view, Exception):
         return ["", "", "unreadable", *[""] * 11, str(view)]
     return [
         str(call.number),
         call.name or "(nameless)",
         call.outcome,
-        amount(call.prompt),
-        amount(call.sampled),
-        amount(call.trained),
+        amount_cell(call.prompt),
+        amount_cell(call.sampled),
+        amount_cell(call.trained),
         call.verdict,
         call.relation,
         "" if call.mean_log_prob is None else f"{call.mean_log_prob:.3f}",
-        amount(call.unknown_log_probs) if call.unknown_log_probs else "",
+        amount_cell(call.unknown_log_probs) if call.unknown_log_probs else "",
         "" if call.took_s is None else f"{call.took_s:.3f}",
         "" if call.delivered == "unknown" else call.delivered,
         call.model,
         call.response_id,
-        _reason(call),
+        _reason(view, call),
     ]
 
 
-def _reason(call: CallView) -> str:
+def _reason(view: RolloutView, call: CallView) -> str:
     from ..inspection.telling import why_lost, why_untrained
 
     if call.outcome in ("lost", "open", "conflict", "aborted", "no_generation"):
-        return why_lost(call)
+        return why_lost(view, call)
     return why_untrained(call)
 
 

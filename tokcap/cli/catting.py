@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .group import NO
 from .options import as_json, call_argument, directory, rollout_argument, tokenizer
+from .status import NO
 
 if TYPE_CHECKING:
     from ..inspection import CallView, RolloutView
@@ -59,7 +59,8 @@ def cat_verb(
     from .naming import looked_at, one_call, texts_of
 
     store = open_to_look(directory)
-    view = looked_at(store, rollout)
+    texts = None if only_ids else texts_of(store, tokenizer, [rollout])
+    view = looked_at(store, rollout, texts)
     found = one_call(view, call)
     if view.recorded(found.key) is None:
         return _cat_unrecorded(view, found, as_json, only_ids or only_text or raw)
@@ -67,7 +68,7 @@ def cat_verb(
         parts = [view.prompt_token_ids(found.key)] if whole_prompt else []
         sys.stdout.write(" ".join(str(t) for ids in (*parts, view.generation_token_ids(found.key)) for t in ids) + "\n")
         return 0
-    texts = texts_of(store, tokenizer, [rollout])
+    assert texts is not None
     if raw:
         return _cat_raw(view, found, texts, whole_prompt)
     if only_text:
@@ -183,14 +184,14 @@ def _request(view: RolloutView, call: CallView) -> dict[str, Any]:
 
 
 def _print_head(view: RolloutView, call: CallView) -> None:
-    from ..inspection import OUTCOMES, RELATIONS
-    from ..inspection.telling import fate_of, tie_of, why_untrained
+    from ..inspection import RELATIONS
+    from ..inspection.telling import fate_of, tie_of, why_lost, why_untrained
     from .output import line, safe
 
     state = "open" if not view.version else f"frozen, version {view.version}"
     line(f"rollout      {view.rollout_id} ({state})")
     line(f"call         #{call.number} {call.name or '(nameless)'}")
-    line(safe(f"outcome      {call.outcome}: {call.detail or OUTCOMES[call.outcome]}"))
+    line(safe(f"outcome      {call.outcome}: {why_lost(view, call)}"))
     if call.relation != "unrecorded":
         why = why_untrained(call)
         line(safe(f"answer       {fate_of(view, call)}{f' ({why})' if why else ''}"))
@@ -239,6 +240,7 @@ def _print_ids(view: RolloutView, call: CallView, texts: Texts, whole_prompt: bo
 
 
 def _print_rest(view: RolloutView, call: CallView, texts: Texts) -> None:
+    from ..content import name_of
     from .output import json_of, line, safe
 
     recorded = view.recorded(call.key)
@@ -250,7 +252,10 @@ def _print_rest(view: RolloutView, call: CallView, texts: Texts) -> None:
         ("model", call.model),
         ("response", call.response_id),
         ("finish", call.finish_reason),
-        ("policy", ", ".join(f"{span[0]} ({span[1]}..{span[2]})" for span in call.policy_versions if len(span) == 3)),
+        (
+            "policy",
+            ", ".join("{} ({}..{})".format(*map(name_of, span)) for span in call.policy_versions if len(span) == 3),
+        ),
     ):
         if value:
             line(f"{name:<13}{safe(value)}")

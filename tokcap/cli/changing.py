@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from .choosing import duration
-from .group import NO, NotThereError
-from .options import as_json, directory, rollout_argument
+from .options import as_json, complete_rollout, directory, rollout_argument
+from .status import NO, NotThereError
 
 if TYPE_CHECKING:
     from ..inspection import RolloutRow
@@ -88,7 +88,7 @@ def retire_verb(
         _show_current(stat, root)
         _ask(f"Retire version {version} of rollout {rollout} in {root}?", yes)
     elif snapshot_id is None or version is None:
-        raise click.UsageError(_which(rollout, stat))
+        raise click.UsageError(_which(rollout, stat, directory))
     with open_to_change(root, group=group) as store:
         if not store.retire_now(rollout, snapshot_id=snapshot_id, version=version):
             return _not_retired(rollout, snapshot_id, version, store.stat_now(rollout), as_json)
@@ -96,12 +96,15 @@ def retire_verb(
     return 0
 
 
-def _which(rollout: str, stat: RolloutStat) -> str:
+def _which(rollout: str, stat: RolloutStat, directory: str | None) -> str:
     """What to say to whoever didn't say which version."""
     if stat.state == "frozen":
+        from shlex import quote
+
+        where = f" --dir {quote(directory)}" if directory else ""
         return (
             "say which version you have safely; what is published now is\n"
-            f"  tokcap retire {rollout} --snapshot-id {stat.snapshot_id} --version {stat.version}"
+            f"  tokcap retire {rollout} --snapshot-id {stat.snapshot_id} --version {stat.version}{where}"
         )
     return f"say which version you have safely (--snapshot-id, --version); rollout {rollout} is {_state(stat)}"
 
@@ -176,7 +179,7 @@ def _say_retired(rollout: str, snapshot_id: str, version: int, root: str, as_jso
 
 
 @click.command("reset")
-@click.argument("rollouts", metavar="ROLLOUT...", nargs=-1, required=True)
+@click.argument("rollouts", metavar="ROLLOUT...", nargs=-1, required=True, shell_complete=complete_rollout)
 @_yes
 @directory
 @_group
@@ -193,16 +196,17 @@ def reset_verb(rollouts: tuple[str, ...], yes: bool, directory: str | None, grou
     """
     from ..inspection import open_to_look, row_of, wanted_ids
     from ..inspection.opening import open_to_change
+    from .naming import is_glob, near
     from .output import amount, line, print_json, safe
 
-    if not yes and any(char in rollout for rollout in rollouts for char in "*?["):
+    if not yes and any(map(is_glob, rollouts)):
         raise click.UsageError("a glob needs --yes; `tokcap ls GLOB` shows what it means")
     with open_to_look(directory) as looking:
         root = looking.directory
         found = {rollout: wanted_ids(looking, (rollout,)) for rollout in rollouts}
         for rollout, ids in found.items():
             if not ids:
-                raise NotThereError(_nothing_called(rollout, wanted_ids(looking)))
+                raise NotThereError(f"there is no rollout {rollout} in {root}{near(rollout, wanted_ids(looking))}")
         ids = sorted({rollout_id for ids in found.values() for rollout_id in ids})
         rows = [row_of(looking, rollout_id) for rollout_id in ids]
     calls, tokens = sum(row.calls for row in rows), sum(row.sampled for row in rows)
@@ -218,13 +222,6 @@ def reset_verb(rollouts: tuple[str, ...], yes: bool, directory: str | None, grou
     else:
         line(f"forgot {what} in {safe(root)}")
     return 0
-
-
-def _nothing_called(rollout: str, ids: list[str]) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(rollout, ids, 3)
-    return f"there is no rollout {rollout}" + (f"; there are {', '.join(near)}" if near else "")
 
 
 def _show(rows: list[RolloutRow], root: str) -> None:

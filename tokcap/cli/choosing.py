@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,11 +16,10 @@ if TYPE_CHECKING:
     from ..inspection.row import RolloutRow
     from ..inspection.wanted import Wanted
 
-__all__ = ("Chosen", "amount", "choosing", "duration", "progress_bar", "size")
+__all__ = ("Chosen", "choosing", "duration")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_BAR_AFTER_S = 0.5
 
 
 class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
@@ -73,20 +71,26 @@ class Chosen:
         self.store_directory = ""
 
     def rows(self) -> list[RolloutRow]:
-        """The rows that are meant, sorted by id; a progress bar on a terminal if it takes a while."""
+        """The rows that are meant, sorted by id; a progress bar on a terminal if it takes a while.
+
+        Raises `NotThereError` for a name (no glob) that isn't there.
+        """
         from ..inspection import open_to_look
         from ..inspection.scan import rows
+        from .naming import check_named
+        from .progress import progress_bar
 
         store = open_to_look(self._directory)
         self.store_directory = store.directory
         with progress_bar("looking at rollouts") as progress:
             found = rows(store, self._globs, whole=not self._quick, remember=not self._fresh, progress=progress)
+        check_named(store, self._globs, {row.rollout_id for row in found})
         return self._wanted.of(found)
 
     def nothing(self) -> int:
         """Say that there was nothing; the exit status."""
-        from .group import NO
         from .output import safe
+        from .status import NO
 
         if self.all:
             sys.stderr.write(f"tokcap: no rollouts in {safe(self.store_directory)}\n")
@@ -104,6 +108,7 @@ def choosing(function: _F) -> _F:
         globs: tuple[str, ...],
         directory: str | None,
         states: tuple[str, ...],
+        wrong: bool,
         masked: bool,
         incomplete: bool,
         damaged: bool,
@@ -119,9 +124,9 @@ def choosing(function: _F) -> _F:
     ) -> Any:
         from ..inspection.wanted import Wanted
 
-        wanted = Wanted(states, masked, incomplete, damaged, reasons, models, groups, older_s, newer_s, finished)
+        wanted = Wanted(states, masked, incomplete, damaged, reasons, models, groups, older_s, newer_s, finished, wrong)
         if quick and wanted.needs_builds:
-            raise click.UsageError("--quick makes no builds, which --masked, --reason and --model need")
+            raise click.UsageError("--quick makes no builds, which --wrong, --masked, --reason and --model need")
         return function(chosen=Chosen(directory, globs, wanted, quick=quick, fresh=fresh), **others)
 
     for decorate in reversed(_OPTIONS):
@@ -139,6 +144,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=click.Choice(["open", "frozen", "retired", "unreadable"]),
         help="Only these; may be repeated, as most of the following may.",
     ),
+    click.option("--wrong", is_flag=True, help="Only where WHY has something to say."),
     click.option("--masked", is_flag=True, help="Only where nothing is trained."),
     click.option("--incomplete", is_flag=True, help="Only with calls that are lost, open or in conflict, or damage."),
     click.option("--damaged", is_flag=True, help="Only with damaged bytes, or unreadable."),
@@ -162,53 +168,3 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--quick", is_flag=True, help="Without builds: says nothing of tokens and reasons that isn't kept."),
     click.option("--fresh", is_flag=True, help="Read everything again, whatever is kept of earlier looks."),
 )
-
-
-def amount(count: int) -> str:
-    """A number with separators on a terminal, plain elsewhere."""
-    from .output import amount
-
-    return amount(count) if sys.stdout.isatty() else str(count)
-
-
-def size(count: int) -> str:
-    """Bytes in words on a terminal, plain elsewhere."""
-    from .output import size
-
-    return size(count) if sys.stdout.isatty() else str(count)
-
-
-class progress_bar:  # noqa: N801
-    """On a terminal a bar on standard error, if it takes longer than half a second. Gives what is to be told."""
-
-    def __init__(self, title: str) -> None:
-        self._title, self._begun = title, time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> Callable[[int, int], None] | None:
-        return self._show if sys.stderr.isatty() else None
-
-    def _show(self, done: int, of: int) -> None:
-        if self._bar is None:
-            if done >= of or time.monotonic() - self._begun < _BAR_AFTER_S:
-                return
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            from .output import console
-
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=console(stderr=True),
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(self._title, total=of)
-        self._bar.update(self._task, completed=done, total=of)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from .group import NO, tokcap
+from .group import tokcap
+from .status import NO
 
 __all__ = ("completion_verb",)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .group import NO, NotThereError
-from .options import as_json, directory, tokenizer
+from .options import as_json, complete_rollout, directory, tokenizer
+from .status import NO, NotThereError
 
 if TYPE_CHECKING:
     from ..inspection import RolloutView
@@ -20,7 +20,12 @@ __all__ = ("diff_verb",)
 
 
 @click.command("diff")
-@click.argument("things", metavar="[ROLLOUT[/CALL]] [ROLLOUT[/CALL]] | ROLLOUT CALL [CALL]", nargs=-1)
+@click.argument(
+    "things",
+    metavar="[ROLLOUT[/CALL]] [ROLLOUT[/CALL]] | ROLLOUT CALL [CALL]",
+    nargs=-1,
+    shell_complete=complete_rollout,
+)
 @click.option(
     "--dir2",
     "other_directory",
@@ -28,7 +33,9 @@ __all__ = ("diff_verb",)
     type=click.Path(file_okay=False),
     help="Another store, in which the second thing is. One thing, or none, is compared with its namesake there.",
 )
-@click.option("--context", type=click.IntRange(0), default=6, show_default=True, help="Ids around the place.")
+@click.option(
+    "--context", type=click.IntRange(min=0), metavar="N", default=6, show_default=True, help="Ids around the place."
+)
 @tokenizer
 @directory
 @as_json
@@ -140,8 +147,8 @@ def _stores(one: FileStore, other: FileStore, as_json: bool) -> int:
     """Every rollout of two stores; those that are equal are only counted."""
     from ..inspection import wanted_ids
     from ..inspection.difference import store_differences
-    from .choosing import amount, progress_bar
-    from .output import line, print_json, safe
+    from .output import amount, line, print_json, safe
+    from .progress import progress_bar
 
     ids = sorted({*wanted_ids(one), *wanted_ids(other)})
     equal = 0

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .group import NO
 from .options import as_json, directory, rollout_globs, tokenizer
+from .status import NO
 
 if TYPE_CHECKING:
     from ..inspection import RolloutView
@@ -34,7 +34,9 @@ _KINDS = (
 @click.option(
     "--restarted", is_flag=True, help="Also prompts that part from an earlier prompt: compaction, sub-agents."
 )
-@click.option("--context", type=click.IntRange(0), default=8, show_default=True, help="Ids around the place.")
+@click.option(
+    "--context", type=click.IntRange(min=0), metavar="N", default=8, show_default=True, help="Ids around the place."
+)
 @click.option("--totals", "only_totals", is_flag=True, help="Only the numbers at the end.")
 @tokenizer
 @directory
@@ -59,13 +61,13 @@ def drift_verb(
     Examples:
       tokcap drift --totals --tokenizer ./model
       tokcap drift rollout-17 --context 12
-      tokcap drift --class edited --json | jq -r .rollout_id | sort | uniq -c
+      tokcap drift --class edited --json | jq -r '.rollout_id // empty' | sort | uniq -c
     """
     from ..inspection import open_to_look
     from ..inspection.drifts import DriftTotals, drifted_turns
-    from .choosing import progress_bar
     from .naming import meant, texts_of, views_of
     from .output import print_json
+    from .progress import progress_bar
 
     store = open_to_look(directory)
     ids = meant(store, globs)
@@ -168,18 +170,18 @@ class _Shown:
 
 
 def _print_totals(totals: DriftTotals, unreadable: int, without_tokenizer: bool) -> None:
-    from .choosing import amount
-    from .output import line
+    from .output import amount_cell, line
 
     line(
-        f"{amount(totals.drifted)} of {amount(totals.turns)} turns drifted ({totals.rate:.1%}) in "
-        f"{amount(totals.rollouts)} rollouts; {amount(totals.lost)} sampled ids stand no more in the prompt behind them"
+        f"{amount_cell(totals.drifted)} of {amount_cell(totals.turns)} turns drifted ({totals.rate:.1%}) in "
+        f"{amount_cell(totals.rollouts)} rollouts; {amount_cell(totals.lost)} sampled ids stand no more in the prompt "
+        "behind them"
     )
     for kind, count in sorted(totals.kinds.items(), key=lambda item: -item[1]):
         hint = "  (give --tokenizer)" if kind == "unknown" and without_tokenizer else ""
-        line(f"  {amount(count)}\t{kind.replace('_', ' ')}{hint}")
+        line(f"  {amount_cell(count)}\t{kind.replace('_', ' ')}{hint}")
     if totals.restarted:
         parts = "prompt parts" if totals.restarted == 1 else "prompts part"
-        line(f"{amount(totals.restarted)} {parts} from an earlier prompt: compaction, sub-agents (--restarted)")
+        line(f"{amount_cell(totals.restarted)} {parts} from an earlier prompt: compaction, sub-agents (--restarted)")
     if unreadable:
-        line(f"{amount(unreadable)} rollouts can't be read")
+        line(f"{amount_cell(unreadable)} rollouts can't be read")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
-from .group import NO, NotThereError
 from .options import as_json, directory, rollout_globs
+from .status import NO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from ..store import FileStore
     from ..transfer import Exported
 
 __all__ = ("export_verb", "size_option")
@@ -100,13 +98,16 @@ def export_verb(
       tokcap export 'task-9-*' --to calls.jsonl.gz --by call
       tokcap export --to parts --format safetensors --part-bytes 256MB   # repeat it after a kill: it goes on
     """
-    from ..inspection import open_to_look
+    from ..inspection import open_to_look, wanted_ids
     from ..transfer import export
+    from .naming import check_named, is_glob
     from .output import line, print_json, safe, size
+    from .progress import progress_bar
 
     store = open_to_look(directory)
-    _check_named(store, globs)
-    with _bar("exporting") as progress:
+    names = [name for name in globs if not is_glob(name)]
+    check_named(store, names, wanted_ids(store, names) if names else ())
+    with progress_bar("exporting") as progress:
         done = export(
             store,
             to,
@@ -134,20 +135,6 @@ def export_verb(
     return NO if strict and not done.complete else 0
 
 
-def _check_named(store: FileStore, globs: tuple[str, ...]) -> None:
-    """A rollout that is named in full has to be there, before anything is written."""
-    named = [glob for glob in globs if not any(char in glob for char in "*?[")]
-    if not named:
-        return
-    from difflib import get_close_matches
-
-    there = [rollout_id for rollout_id, _ in store.rollouts()]
-    for rollout_id in named:
-        if rollout_id not in there:
-            near = ", ".join(get_close_matches(rollout_id, there, 3))
-            raise NotThereError(f"there is no rollout {rollout_id!r}{f'; near: {near}' if near else ''}")
-
-
 def _left_out(done: Exported) -> Iterator[str]:
     if done.skipped:
         yield "left out: " + ", ".join(f"{count} {why}" for why, count in sorted(done.skipped.items()))
@@ -167,23 +154,3 @@ def _named(what: str, rollouts: dict[str, str]) -> Iterator[str]:
             yield f"{what}: {len(rollouts) - shown} more"
             return
         yield f"{what}: {rollout_id}: {why}"
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar, if somebody looks at standard error."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from .output import console
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-
-        def moved(count: int, total: int) -> None:
-            bar.update(task, completed=count, total=total)
-
-        yield moved

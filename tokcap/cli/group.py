@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import islice
 
 import click
 
 from ..errors import ConfigError, InvalidIdError, InvalidOptionError, StoreNotFoundError, TokcapError
 from ..version import __version__
+from .status import INTERRUPTED, NOT_THERE, REFUSED, USAGE, NotThereError
 
-__all__ = ("NO", "NOT_THERE", "REFUSED", "USAGE", "VERBS", "NotThereError", "run", "tokcap")
+__all__ = ("VERBS", "run", "tokcap")
 
-NO, USAGE, NOT_THERE, REFUSED, INTERRUPTED = 1, 2, 3, 4, 130
-"""Exit statuses; see the package."""
+_LOOKED_AT = 1000
 
 _SECTIONS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
@@ -68,10 +70,6 @@ VERBS = tuple((verb, home) for _, verbs in _SECTIONS for verb, home, _ in verbs)
 _HOMES = dict(VERBS)
 
 
-class NotThereError(TokcapError, LookupError):
-    """A rollout or a call that was named isn't in the store."""
-
-
 class _OutputClosedError(Exception):
     """Whoever read the output has seen enough. Of an EPIPE click itself makes a failure."""
 
@@ -84,6 +82,16 @@ class _Verbs(click.Group):
             if error.errno != errno.EPIPE:
                 raise
             raise _OutputClosedError from error
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            verb = next((word for word in given if word in _HOMES), "VERB")
+            raise click.UsageError(
+                f"{error.format_message()} Options stand behind the verb: tokcap {verb} {error.option_name} ...", ctx
+            ) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_HOMES)
@@ -125,6 +133,7 @@ def tokcap() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command with these arguments; its exit status."""
+    _prepare_streams()
     try:
         status = tokcap.main(args=list(arguments), prog_name="tokcap", standalone_mode=False)
         sys.stdout.flush()
@@ -137,12 +146,19 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         sys.stderr.write("\n")
         return INTERRUPTED
-    except (StoreNotFoundError, NotThereError) as error:
+    except StoreNotFoundError as error:
+        return _said(error, NOT_THERE, _store_near(error.filename))
+    except NotThereError as error:
         return _said(error, NOT_THERE)
     except (ConfigError, InvalidIdError, InvalidOptionError) as error:
         return _said(error, USAGE)
     except TokcapError as error:
         return _said(error, REFUSED)
+    except ModuleNotFoundError as error:  # other extras bring the parser without it
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        sys.stderr.write('tokcap: this needs the library rich: pip install "tokcap[cli]"\n')
+        return USAGE
     except (OSError, _OutputClosedError) as error:
         if isinstance(error, OSError) and error.errno != errno.EPIPE:
             return _said(error, REFUSED)
@@ -152,8 +168,34 @@ def run(arguments: Sequence[str]) -> int:
         return 0
 
 
-def _said(error: Exception, status: int) -> int:
+def _prepare_streams() -> None:
+    """Let every text be written: escaped where the encoding lacks a character, nowhere if the stream is closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it stays open to the end
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _said(error: Exception, status: int, hint: str = "") -> int:
     from .output import safe
 
-    sys.stderr.write(f"tokcap: {safe(str(error))}\n")
+    text = str(error)
+    if isinstance(error, OSError):  # its number tells people nothing
+        text = text.removeprefix(f"[Errno {error.errno}] ")
+    sys.stderr.write(f"tokcap: {safe(text)}{safe(hint)}\n")
     return status
+
+
+def _store_near(path: object) -> str:
+    """Where a store is, if there is one right above or below a directory that is none; else nothing."""
+    if not isinstance(path, str):
+        return ""
+    near = [os.path.dirname(path)]
+    with contextlib.suppress(OSError), os.scandir(path) as found:
+        near += [entry.path for entry in islice(found, _LOOKED_AT)]
+    for place in near:
+        if os.path.isfile(os.path.join(place, "FORMAT")) and os.path.isdir(os.path.join(place, "rollouts")):
+            return f"; there is one in {place}"
+    return ""

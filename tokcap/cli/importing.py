@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .group import NO, REFUSED
 from .options import as_json
+from .status import NO, REFUSED
 
 if TYPE_CHECKING:
     from ..transfer import Imported, ImportedRollout

@@ -86,13 +86,16 @@ def _print_lines(rows: Sequence[RolloutRow]) -> None:
 
     now = time.time()
 
+    def age_of(row: RolloutRow) -> str:
+        return f"{max(now - row.changed_at, 0):.0f}" if row.changed_at else ""
+
     def lines() -> Iterator[str]:
         yield "\t".join(_COLUMNS)
         for row in rows:
             metrics = row.metrics
             yield (
                 f"{safe(row.rollout_id)}\t{row.state}\t{row.calls}\t{metrics.get('sampled', 0)}\t"
-                f"{metrics.get('trained', 0)}\t{max(now - row.changed_at, 0):.0f}\t{row.bytes}\t{safe(row.why)}"
+                f"{metrics.get('trained', 0)}\t{age_of(row)}\t{row.bytes}\t{safe(row.why)}"
             )
         yield ""
 
@@ -121,7 +124,8 @@ def _print_table(shown: Sequence[RolloutRow], rows: Sequence[RolloutRow]) -> Non
         styles={7: "yellow"},
     )
     if len(shown) < len(rows):
-        line(f"... and {amount(len(rows) - len(shown))} more (--limit 0 shows all)")
+        wrong = sum(bool(row.why) for row in rows)
+        line(f"... and {amount(len(rows) - len(shown))} more; of all, {amount(wrong)} with a WHY (--wrong; --limit 0)")
     line(_totals(rows))
 
 
@@ -134,8 +138,9 @@ def _totals(rows: Sequence[RolloutRow]) -> str:
     sampled, trained = sum(row.sampled for row in rows), sum(row.trained for row in rows)
     share = f" ({trained / sampled:.1%})" if sampled else ""
     by_state = ", ".join(f"{amount(count)} {state}" for state, count in states.most_common())
+    plural = "" if len(rows) == 1 else "s"
     calls, weight = sum(row.calls for row in rows), sum(row.bytes for row in rows)
     return (
-        f"{amount(len(rows))} rollouts ({by_state}), {amount(calls)} calls, {amount(sampled)} ids sampled, "
+        f"{amount(len(rows))} rollout{plural} ({by_state}), {amount(calls)} calls, {amount(sampled)} ids sampled, "
         f"{amount(trained)} trained{share}, {size(weight)}"
     )

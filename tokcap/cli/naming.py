@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .group import NotThereError
+from .status import NotThereError
 
 if TYPE_CHECKING:
     from ..inspection import CallView, RolloutView
     from ..inspection.text import Texts
     from ..store import FileStore, RolloutStat, Snapshot
 
-__all__ = ("looked_at", "meant", "one_call", "stat_of", "texts_of", "view_with", "views_of")
+__all__ = (
+    "check_named",
+    "is_glob",
+    "looked_at",
+    "meant",
+    "near",
+    "one_call",
+    "stat_of",
+    "texts_of",
+    "view_with",
+    "views_of",
+)
 
 _NEAR = 5
 _COMPARED = 5000
@@ -25,7 +36,12 @@ def stat_of(store: FileStore, rollout_id: str) -> RolloutStat:
     """What the store shows of a rollout; raises `NotThereError` with near names if there is none."""
     stat = store.stat_now(rollout_id)
     if stat.state == "absent":
-        raise NotThereError(f"there is no rollout {rollout_id} in {store.directory}{near(rollout_id, _names(store))}")
+        if rollout_id in (names := _names(store)):
+            raise NotThereError(
+                f"rollout {rollout_id} stands in a directory of {store.directory} in which the store never looks for "
+                "it; tokcap verify says where it belongs"
+            )
+        raise NotThereError(f"there is no rollout {rollout_id} in {store.directory}{near(rollout_id, names)}")
     return stat
 
 
@@ -74,19 +90,33 @@ def meant(store: FileStore, globs: Sequence[str]) -> list[str]:
     from ..inspection import wanted_ids
 
     ids = wanted_ids(store, globs)
-    there = set(ids)
-    for name in globs:
-        if not set(name) & set("*?[") and (name not in there or len(globs) <= _LISTED):
-            _say_if_retired(store, name)
+    check_named(store, globs, ids)
+    if len(globs) <= _LISTED:
+        for name in globs:
+            if not is_glob(name):
+                _say_if_retired(store, name)
     return ids
 
 
+def is_glob(name: str) -> bool:
+    """Whether it may stand for several rollouts."""
+    return not set(name).isdisjoint("*?[")
+
+
+def check_named(store: FileStore, globs: Sequence[str], there: Collection[str]) -> None:
+    """Raise `NotThereError` for a name (no glob) that isn't among the rollouts that are there."""
+    there = set(there)
+    for name in globs:
+        if not is_glob(name) and name not in there:
+            stat_of(store, name)
+
+
 def _say_if_retired(store: FileStore, name: str) -> None:
-    from ..errors import CorruptError
+    from ..errors import TokcapError
 
     try:
-        stat = stat_of(store, name)
-    except CorruptError:  # whoever reads it will say so
+        stat = store.stat_now(name)
+    except TokcapError:  # whoever reads it will say so
         return
     if stat.state == "retired":
         sys.stderr.write(f"tokcap: rollout {name} is retired: its calls are gone; tokcap show {name} says when\n")

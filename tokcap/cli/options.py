@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from glob import escape
 from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-__all__ = ("as_json", "call_argument", "directory", "rollout_argument", "rollout_globs", "tokenizer")
+__all__ = (
+    "as_json",
+    "call_argument",
+    "complete_rollout",
+    "directory",
+    "rollout_argument",
+    "rollout_globs",
+    "tokenizer",
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MOST_OFFERED = 200
@@ -43,24 +51,22 @@ def tokenizer(function: _F) -> _F:
     )(function)
 
 
-def _complete_rollout(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_rollout(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Rollout ids of the store that begin like this; nothing if there is no store. Only names are read."""
     del parameter
     try:
-        from ..inspection import store_directory
+        from ..inspection import open_to_look, wanted_ids
 
-        root = os.path.join(store_directory(context.params.get("directory")), "rollouts")
-        found: list[str] = []
-        for shard in sorted(os.listdir(root)):
-            found += (name for name in os.listdir(os.path.join(root, shard)) if name.startswith(incomplete))
+        with open_to_look(context.params.get("directory")) as store:
+            found = wanted_ids(store, (f"{escape(incomplete)}*",))
     except Exception:  # whatever it is, a shell that waits for words gets none
         return []
-    return [CompletionItem(name) for name in sorted(found)[:_MOST_OFFERED]]
+    return [CompletionItem(name) for name in found[:_MOST_OFFERED]]
 
 
 def rollout_argument(name: str = "rollout") -> Callable[[_F], _F]:
     """One rollout id."""
-    return click.argument(name, metavar=name.upper(), shell_complete=_complete_rollout)
+    return click.argument(name, metavar=name.upper(), shell_complete=complete_rollout)
 
 
 def call_argument(name: str = "call") -> Callable[[_F], _F]:
@@ -70,4 +76,4 @@ def call_argument(name: str = "call") -> Callable[[_F], _F]:
 
 def rollout_globs(function: _F) -> _F:
     """Any number of rollout ids or globs; none means all."""
-    return click.argument("globs", metavar="[ROLLOUT|GLOB]...", nargs=-1, shell_complete=_complete_rollout)(function)
+    return click.argument("globs", metavar="[ROLLOUT|GLOB]...", nargs=-1, shell_complete=complete_rollout)(function)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
-import click
 import msgspec
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ("age", "amount", "console", "json_of", "line", "print_json", "print_table", "safe", "size")
+__all__ = (
+    "age",
+    "amount",
+    "amount_cell",
+    "console",
+    "json_of",
+    "line",
+    "print_json",
+    "print_table",
+    "safe",
+    "size",
+    "size_cell",
+)
 
 Justify = Literal["left", "right"]
 _SPACE = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -48,8 +60,18 @@ def line(text: str = "") -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on a line of its own; NaN and infinities are null."""
-    sys.stdout.write(json_of(value) + "\n")
+    """One JSON object on a line of its own; NaN and infinities are null. It is UTF-8, whatever the terminal takes."""
+    text = json_of(value)
+    if not text.isascii() and codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8":
+        import json
+
+        # Outside its strings JSON is ASCII.
+        text = "".join(char if char.isascii() else json.dumps(char)[1:-1] for char in text)
+    sys.stdout.write(text + "\n")
+
+
+_MOST_BITS = 14_000
+"""Of an integer that Python writes out: 4,300 digits."""
 
 
 def json_of(value: Any) -> str:
@@ -75,6 +97,10 @@ def _for_json(value: Any) -> Any:
         return {key if isinstance(key, str) else str(key): _for_json(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_for_json(inner) for inner in value]
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        from ..content import name_of
+
+        return name_of(value)
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
@@ -155,6 +181,11 @@ def age(seconds: float) -> str:
     return f"{seconds / 86400:.0f}d"
 
 
-def fail_usage(message: str) -> click.UsageError:
-    """What wrong usage raises."""
-    return click.UsageError(message)
+def amount_cell(count: int) -> str:
+    """A number for a cell: with separators on a terminal, plain for programs."""
+    return amount(count) if sys.stdout.isatty() else str(count)
+
+
+def size_cell(count: int) -> str:
+    """Bytes for a cell: in words on a terminal, plain for programs."""
+    return size(count) if sys.stdout.isatty() else str(count)

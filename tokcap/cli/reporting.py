@@ -59,10 +59,10 @@ def report_verb(
     from ..inspection import open_to_look, rows
     from ..report.contents import MAX_TOKENS, contents_of
     from ..report.page import page_of
-    from .choosing import progress_bar
-    from .group import NO
     from .naming import meant, texts_of
     from .output import print_json
+    from .progress import progress_bar
+    from .status import NO
 
     if out == "-" and (open_it or as_json):
         raise click.UsageError("--out - is standard output, which --open and --json can't go with")
@@ -116,9 +116,16 @@ def _say(path: str, size_in_bytes: int, rollouts: int, left_out: int, tokens: in
 
 
 def _write(path: str, page: bytes) -> None:
-    """Whole or not at all: under a name beside it first. Not for others to read: it holds what was recorded."""
+    """Whole or not at all: under a name beside it first. Not for others to read: it holds what was recorded.
+
+    What is there and is no file, a pipe or /dev/null, stays what it is and is written into.
+    """
     from tempfile import NamedTemporaryFile
 
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as there:
+            there.write(page)
+        return
     with NamedTemporaryFile(dir=os.path.dirname(path), prefix=".tokcap-report-", delete=False) as file:
         try:
             file.write(page)

@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from .group import USAGE
+from .status import USAGE
 
 __all__ = ("serve_verb",)
 

@@ -96,7 +96,7 @@ def _told(view: RolloutView) -> dict[str, Any]:
         "version": view.version,
         "incomplete": view.incomplete,
         "group": built.group,
-        "masked": built.masked,
+        "masked": view.masked,
         "reasons": built.reasons,
         "metrics": built.metrics,
         "models": sorted(built.models),
@@ -148,13 +148,14 @@ def _print_head(stat: RolloutStat, view: RolloutView) -> None:
     state = "open" if not view.version else f"frozen, version {view.version}"
     line(f"{view.rollout_id}  {state}{', finished' if view.finished else ', not finished by its owner'}")
     _field("snapshot", view.snapshot_id)
-    outcomes = Counter(record.outcome for record in view.build.recorded.records)
+    records = view.build.recorded.records  # damage stands among them, and is no call
+    outcomes = Counter(record.outcome for record in records if record.model_call_id or record.detail not in view.damage)
     counted = ", ".join(f"{amount(count)} {outcome}" for outcome, count in outcomes.most_common())
-    _field("calls", f"{amount(metrics['calls'])}{f': {counted}' if counted else ''}")
+    _field("calls", f"{amount(outcomes.total())}{f': {counted}' if counted else ''}")
     sampled, trained = metrics["sampled"], metrics["trained"]
     share = f" ({trained / sampled:.1%})" if sampled else ""
     _field("ids", f"{amount(sampled)} sampled, {amount(trained)} trained{share}")
-    _field("size", f"{amount(stat.files)} files, {size(stat.bytes)}")
+    _field("size", f"{amount(stat.files)} file{'' if stat.files == 1 else 's'}, {size(stat.bytes)}")
     if view.meta:
         _field("meta", safe(_shown(view.meta)))
     if view.incomplete:
@@ -280,8 +281,7 @@ def _line_of(view: RolloutView, branch: Any, widths: tuple[int, int, int, int]) 
 
 
 def _print_trajectories(view: RolloutView, short: bool) -> None:
-    from .choosing import amount
-    from .output import line, print_table
+    from .output import amount_cell, line, print_table
 
     trajectories = view.build.trajectories
     if not trajectories:
@@ -301,8 +301,8 @@ def _print_trajectories(view: RolloutView, short: bool) -> None:
         (
             [
                 str(trajectory.index),
-                amount(len(trajectory)),
-                amount(trajectory.trained),
+                amount_cell(len(trajectory)),
+                amount_cell(trajectory.trained),
                 ", ".join(trajectory.flags) or "-",
                 _spans([numbers[span.model_call_ids[0]] for span in trajectory.calls if span.owned]),
                 _spans([numbers[span.model_call_ids[0]] for span in trajectory.calls if not span.owned]),
@@ -311,7 +311,7 @@ def _print_trajectories(view: RolloutView, short: bool) -> None:
         ),
     )
     if len(shown) < len(trajectories):
-        line(f"... and {amount(len(trajectories) - len(shown))} more (--all)")
+        line(f"... and {amount_cell(len(trajectories) - len(shown))} more (--all)")
 
 
 def _spans(numbers: Sequence[int]) -> str:
@@ -355,5 +355,6 @@ def _print_reasons(view: RolloutView) -> None:
     for reason, advice in found:
         count = metrics.get(reason)
         line(f"  {reason}{f' ({amount(count)} ids)' if isinstance(count, int) and count else ''}")
-        for words in (advice.what, f"Usually: {advice.why}", f"Then: {advice.then}"):
+        then = advice.then.replace("ROLLOUT", view.rollout_id)  # to be copied
+        for words in (advice.what, f"Usually: {advice.why}", f"Then: {then}"):
             line(fill(words, 110, initial_indent="    ", subsequent_indent="      ", break_on_hyphens=False))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from .choosing import Chosen, choosing, duration, progress_bar
+from .choosing import Chosen, choosing, duration
 from .options import as_json, directory
+from .progress import progress_bar
 
 if TYPE_CHECKING:
     from ..inspection.statistics import By, Statistics
@@ -71,8 +72,7 @@ def stats_verb(chosen: Chosen, by: str | None, as_json: bool) -> int:
 
 
 def _print_parts(by: str, parts: dict[str, Statistics]) -> None:
-    from .choosing import amount, size
-    from .output import print_table
+    from .output import amount_cell, print_table, size_cell
 
     names = (by.upper(), "ROLLOUTS", "MASKED", "CALLS", "SAMPLED", "TRAINED", "DELIVERED", "DRIFTED", "SIZE")
     print_table(
@@ -80,14 +80,14 @@ def _print_parts(by: str, parts: dict[str, Statistics]) -> None:
         (
             [
                 name or "(none)",
-                amount(found.rollouts),
-                amount(found.masked),
-                amount(found.calls),
-                amount(found.sampled),
-                amount(found.categories.get("trained", 0)),
+                amount_cell(found.rollouts),
+                amount_cell(found.masked),
+                amount_cell(found.calls),
+                amount_cell(found.sampled),
+                amount_cell(found.categories.get("trained", 0)),
                 _percent(found.delivered_fraction),
                 _percent(found.drift_rate),
-                size(found.bytes),
+                size_cell(found.bytes),
             ]
             for name, found in parts.items()
         ),
@@ -144,12 +144,15 @@ def _print_section(title: str, lines: Sequence[Line], on_terminal: bool) -> None
 
 def _sections(found: Statistics) -> Iterable[tuple[str, list[Line]]]:
     from ..inspection.words import OUTCOMES
-    from .choosing import amount
-    from .output import size as large
+    from .output import amount_cell, size
 
     def counts(values: dict[str, int], whole: int, remarks: dict[str, str] | None = None) -> list[Line]:
         return [
-            (name or "(not told)", amount(count), _joined(_percent(count / whole if whole else None), remarks, name))
+            (
+                name or "(not told)",
+                amount_cell(count),
+                _joined(_percent(count / whole if whole else None), remarks, name),
+            )
             for name, count in values.items()
         ]
 
@@ -162,19 +165,19 @@ def _sections(found: Statistics) -> Iterable[tuple[str, list[Line]]]:
     yield (
         "rollouts",
         [
-            ("all", amount(found.rollouts), ""),
+            ("all", amount_cell(found.rollouts), ""),
             *counts(found.states, found.rollouts),
             *counts({name: count for name, count in special.items() if count}, found.rollouts),
         ],
     )
-    yield "sampled ids", [("sampled", amount(found.sampled), ""), *counts(found.categories, found.sampled)]
+    yield "sampled ids", [("sampled", amount_cell(found.sampled), ""), *counts(found.categories, found.sampled)]
     yield "why not trained (rollouts)", counts(found.reasons, found.rollouts)
-    yield "calls", [("all", amount(found.calls), ""), *counts(found.outcomes, found.calls, OUTCOMES)]
+    yield "calls", [("all", amount_cell(found.calls), ""), *counts(found.outcomes, found.calls, OUTCOMES)]
     turns: list[Line] = [
-        ("turns", amount(found.turns), ""),
-        ("drifted", amount(found.drifted_calls), _percent(found.drift_rate)),
-        ("restarted", amount(found.restarted_calls), ""),
-        ("ids lost by drift", amount(found.drift_lost), ""),
+        ("turns", amount_cell(found.turns), ""),
+        ("drifted", amount_cell(found.drifted_calls), _percent(found.drift_rate)),
+        ("restarted", amount_cell(found.restarted_calls), ""),
+        ("ids lost by drift", amount_cell(found.drift_lost), ""),
     ]
     yield "drift", turns if found.drifted_calls or found.restarted_calls else turns[:2]
     yield "policy versions (sampled ids)", counts(found.policy_versions, found.sampled)
@@ -183,10 +186,10 @@ def _sections(found: Statistics) -> Iterable[tuple[str, list[Line]]]:
     yield (
         "sizes",
         [
-            ("files", amount(found.files), ""),
-            ("bytes", amount(found.bytes), large(found.bytes)),
+            ("files", amount_cell(found.files), ""),
+            ("bytes", amount_cell(found.bytes), size(found.bytes)),
             ("bytes per sampled id", _number(found.bytes_per_sampled), ""),
-            ("payload", amount(found.payload_bytes), large(found.payload_bytes)),
+            ("payload", amount_cell(found.payload_bytes), size(found.payload_bytes)),
             ("write amplification", _number(found.write_amplification), ""),
             ("replay factor", _number(found.replay_factor), ""),
         ],
@@ -195,16 +198,20 @@ def _sections(found: Statistics) -> Iterable[tuple[str, list[Line]]]:
 
 def _histogram(found: Statistics, *, bars: bool) -> Iterable[Line]:
     from ..inspection.row import LOG_PROB_EDGES
-    from .choosing import amount
+    from .output import amount_cell
 
     known, most = sum(found.log_probs), max(found.log_probs)
     for place, count in enumerate(found.log_probs):
         low = LOG_PROB_EDGES[place]
         name = "0.0 and above" if low == 0.0 else f"{low:g} to {LOG_PROB_EDGES[place + 1]:g}"
         share = _percent(count / known if known else None)
-        yield name, amount(count), f"{share:>6} {'█' * round(_BAR * count / (most or 1))}" if bars else share
+        yield name, amount_cell(count), f"{share:>6} {'█' * round(_BAR * count / (most or 1))}" if bars else share
     if found.zero_log_probs:
-        yield "exactly 0.0", amount(found.zero_log_probs), _percent(found.zero_log_probs / known if known else None)
+        yield (
+            "exactly 0.0",
+            amount_cell(found.zero_log_probs),
+            _percent(found.zero_log_probs / known if known else None),
+        )
 
 
 def _joined(share: str, remarks: dict[str, str] | None, name: str) -> str:
@@ -223,7 +230,12 @@ def _number(value: float | None) -> str:
 @click.command("du")
 @directory
 @click.option(
-    "--limit", type=click.IntRange(min=0), default=_LARGEST, show_default=True, help="Largest rollouts; 0: all."
+    "--limit",
+    type=click.IntRange(min=0),
+    default=_LARGEST,
+    show_default=True,
+    metavar="N",
+    help="Show N of the largest; 0: all.",
 )
 @click.option(
     "--older-than",
@@ -246,13 +258,12 @@ def du_verb(directory: str | None, limit: int, older_than_s: float, fresh: bool,
     \b
     Examples:
       tokcap du --dir /var/lib/tokcap
-      tokcap du --limit 0 --json | jq -r 'select(.bytes > 1e9) | .rollout_id'
+      tokcap du --limit 0 --json | jq -r 'select(.bytes > 1e9) | .rollout_id // empty'
     """
     from ..inspection import open_to_look
     from ..inspection.scan import rows
     from ..inspection.usage import usage_of_store
-    from .choosing import amount, size
-    from .output import line, print_json, print_table
+    from .output import amount_cell, line, print_json, print_table, size_cell
 
     store = open_to_look(directory)
     with progress_bar("looking at rollouts") as progress:
@@ -270,20 +281,28 @@ def du_verb(directory: str | None, limit: int, older_than_s: float, fresh: bool,
         [("WHAT", "left"), ("ROLLOUTS", "right"), ("FILES", "right"), ("SIZE", "right")],
         [
             *(
-                [name, amount(share.rollouts) if share.rollouts else "", amount(share.files), size(share.bytes)]
+                [
+                    name,
+                    amount_cell(share.rollouts) if share.rollouts else "",
+                    amount_cell(share.files),
+                    size_cell(share.bytes),
+                ]
                 for name, share in parts
             ),
-            ["all", amount(len(found)), amount(usage.files), size(usage.bytes)],
+            ["all", amount_cell(len(found)), amount_cell(usage.files), size_cell(usage.bytes)],
         ],
     )
     line()
     if usage.leftovers.rollouts:
-        line(f"left by crashes in {amount(usage.leftovers.rollouts)} rollouts: {size(usage.leftovers.bytes)}")
-    line(f"a sweep would remove {amount(usage.sweepable_tombstones)} tombstones and free {size(usage.sweepable_bytes)}")
+        line(f"left by crashes in {amount_cell(usage.leftovers.rollouts)} rollouts: {size_cell(usage.leftovers.bytes)}")
+    line(
+        f"a sweep would remove {amount_cell(usage.sweepable_tombstones)} tombstones "
+        f"and free {size_cell(usage.sweepable_bytes)}"
+    )
     if largest:
         line()
         print_table(
             [("ROLLOUT", "left"), ("STATE", "left"), ("FILES", "right"), ("SIZE", "right")],
-            ([row.rollout_id, row.state, amount(row.files), size(row.bytes)] for row in largest),
+            ([row.rollout_id, row.state, amount_cell(row.files), size_cell(row.bytes)] for row in largest),
         )
     return 0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .group import NO
 from .options import as_json, directory, rollout_globs
+from .status import NO
 
 if TYPE_CHECKING:
     from ..inspection.check import CheckProgress
@@ -79,7 +79,7 @@ def verify_verb(
 def _there(globs: tuple[str, ...], summary: CheckSummary, findings: list[Finding]) -> None:
     """Whoever names something wants it checked."""
     if globs and not summary.rollouts and not any(finding.rollout_id in globs for finding in findings):
-        from .group import NotThereError
+        from .status import NotThereError
 
         raise NotThereError(f"no rollout here is called {' or '.join(globs)}; `tokcap ls` lists those that there are")
 

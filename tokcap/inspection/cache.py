@@ -26,7 +26,7 @@ from .row import RolloutRow
 
 __all__ = ("Kept", "RowCache", "cache_directory", "decode_rows", "encode_rows")
 
-_FORMAT = 2
+_FORMAT = 3
 """One more whenever rows of the same directory tell something else, or fingerprints are made in another way."""
 
 _BLOCK = struct.Struct("<8s16sQI")

@@ -19,9 +19,9 @@ from ..store.log import LogReader
 from ..store.manifest import Index
 from ..store.records import decode_contents, decode_pieces
 from ..store.snapshot import index_of, read_manifest, read_published
+from ..store.unread import Changed, changed_bytes, changed_space, odd_frames
 from .finding import FindingKind
 from .look import APART, Look
-from .unread import Changed, changed_bytes, changed_space, odd_frames
 
 __all__ = ("LogLook",)
 
@@ -172,7 +172,7 @@ class LogLook(Look):
         """Links that the manifest doesn't know are read only if it is damaged."""
         stated = {LinkName(segment.number, segment.length) for segment in index.segments}
         for link in links:
-            if link not in stated:
+            if link not in stated and not _is_told(index, link.number):
                 self.stranger(f"{directory.snapshot_path}/{link}")
 
     def _check_links(self, directory: Directory, index: Index | None, links: list[LinkName]) -> None:
@@ -214,7 +214,7 @@ class LogLook(Look):
                 "the calls whose records are in it",
                 "if it belongs to the snapshot, make the hard link again: the length stands in its name",
             )
-        elif name.number not in {segment.number for segment in index.segments}:
+        elif name.number not in {segment.number for segment in index.segments} and not _is_told(index, name.number):
             self.stranger(path)
 
     def _compare(self, path: str, linked: str, length: int) -> None:
@@ -256,6 +256,11 @@ _ODD = "keep a copy, and report it: tokcap does not write this"
 
 def _place(damage: Damage) -> tuple[str, int]:
     return damage.path.rpartition("/")[2][:6], damage.offset
+
+
+def _is_told(index: Index, number: int) -> bool:
+    """Whether a manifest says that this segment is lost or damaged: its file may be what is left, or brought back."""
+    return any(_place(damage)[0] == f"{number:06d}"[:6] for damage in index.damage)
 
 
 def _lost_calls(index: Index, reader: LogReader) -> list[str]:

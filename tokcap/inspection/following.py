@@ -72,7 +72,7 @@ class CallEvent(msgspec.Struct, frozen=True):
 
 
 class OpenCall(msgspec.Struct, frozen=True):
-    """A call that began and has not ended."""
+    """A call of an open rollout that began and has not ended."""
 
     rollout_id: str
     model_call_id: str
@@ -182,7 +182,7 @@ class Follower:
     def disk(self) -> Disk | None:
         """Room on the file system of the store; None if that can't be told."""
         try:
-            free = self._store._files.free_space(self._layout.root)
+            free = self._store.files.free_space(self._layout.root)
         except OSError:
             return None
         return Disk(free.bytes, free.all_bytes, floors(free)[0], free.inodes, free.all_inodes, floors(free)[1])
@@ -310,12 +310,13 @@ class Follower:
             self.finished[name] = Finished(name, one.seen.changed_at, len(stat.calls))
             if len(self.finished) > _FINISHED:
                 del self.finished[min(self.finished.values(), key=lambda one: one.at).rollout_id]
-        found = [call for call in stat.calls if call.outcome == "open"]
+        # Of a frozen one nobody waits for calls any more, whether their writers live or not.
+        found = [call for call in stat.calls if call.outcome == "open"] if stat.state == "open" else []
         self.open_calls.pop(name, None)
         if not found:
             return
         try:
-            writers = self._store.writers_now(name) if stat.state == "open" else {}
+            writers = self._store.writers_now(name)
         except TokcapError:
             writers = {}
         self.open_calls[name] = tuple(

@@ -18,7 +18,7 @@ _MOST_GROWN = 10
 
 
 class OpenNow(msgspec.Struct, frozen=True):
-    """A call that has not ended."""
+    """A call of an open rollout that has not ended."""
 
     rollout_id: str
     model_call_id: str
@@ -44,6 +44,7 @@ class Frame(msgspec.Struct, frozen=True):
     states: dict[str, int]
     """Rollouts by state."""
     open_calls: int
+    """Of open rollouts; what a freeze left open is counted by `tokcap stats`."""
     dead_calls: int
     """Open ones whose writer is dead."""
     oldest_open: tuple[OpenNow, ...]

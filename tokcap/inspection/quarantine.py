@@ -111,11 +111,16 @@ class Quarantine:
         """Where a file or directory of the store is moved to."""
         return f"{self.path}/moved/{self._below(path)}"
 
-    def move(self, path: str) -> None:
-        """Take something out of its place; by one rename, made durable at both ends."""
+    def move(self, path: str, now_at: str = "") -> None:
+        """Take something out of its place; by one rename, made durable at both ends.
+
+        now_at: where it is by now, if it left its place already, as `moves` says.
+        """
         target = self.target(path)
         self._make(os.path.dirname(target))
-        self.files.rename(path, target)
+        self.files.rename(now_at or path, target)
+        if now_at:
+            self.moves.remove((path, now_at))
         self.moves.append((path, target))
         self.files.fsync_directory(os.path.dirname(target))
         self.files.fsync_directory(os.path.dirname(path))

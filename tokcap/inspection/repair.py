@@ -3,7 +3,7 @@
 - A manifest or FORMAT that is damaged, missing, or says other than the segments: kept aside, made again.
 - What stops a rollout from being read or swept (a file where a directory belongs, a name that belongs to no store, an
   incarnation that holds nothing beside another one, or one behind a tombstone, a rollout in the wrong place): moved to
-  quarantine.
+  quarantine. What is frozen stays frozen, and what is retired stays retired.
 - Damaged bytes, records that can't be decoded, missing segments, notes that can't be read: stay. tokcap reads around
   them and names what is lost. The bytes are copied to quarantine, and noted as known.
 - Torn tails, leftovers of crashes, permissions: nothing; they are the sweep's, or yours.
@@ -28,7 +28,17 @@ from ..entry import content_digest
 from ..errors import CorruptError, TokcapError
 from ..store import FileStore
 from ..store.files import Files, Modes, durability_error
-from ..store.layout import DAMAGED, MANIFEST, Directory, Layout, LinkName, kind_below, look_into, remove_tree
+from ..store.layout import (
+    DAMAGED,
+    MANIFEST,
+    Directory,
+    Layout,
+    LinkName,
+    kind_below,
+    kind_of_name,
+    look_into,
+    remove_tree,
+)
 from ..store.ledger import Damage
 from ..store.lifecycle import Lifecycle
 from ..store.log import LogReader
@@ -36,7 +46,7 @@ from ..store.looking import Looker
 from ..store.manifest import IndexedSegment, encode_manifest
 from ..store.publication import publish
 from ..store.rollout import Rollout
-from ..store.root import check_directory, group_id_of
+from ..store.root import check_directory, group_id_of, read_marker
 from ..store.snapshot import index_of, links_of, load_buffer, read_manifest, read_published
 from .check import Place, check_place
 from .finding import Finding, place_of
@@ -97,17 +107,17 @@ def repair(
     with open_to_change(root, group=group) as opened:
         for rollout_id in ids:
             # Under the fence of the rollout, waiting for it as any operation does.
-            result = opened._running().call(_Repair(place, rollout_id))
+            result = opened.perform_now(_Repair(place, rollout_id))
             if isinstance(result, Repaired):
                 yield result
 
 
 def _repair_outside(place: Place, findings: list[Finding], dry_run: bool) -> Repaired | None:
-    moving = [f for f in findings if f.kind in ("name", "not_a_directory", "wrong_shard")]
-    markers = [f for f in findings if f.kind == "marker"]
+    moving = [f for f in findings if f.kind in ("name", "not_a_directory", "wrong_shard") and _is_in_the_way(f)]
+    markers = [f for f in findings if f.kind == "marker" and read_marker(place.files, place.layout) is None]
     if not moving and not markers:
         return None
-    words = [f"moved {f.path} to quarantine" for f in moving] + [f"made {f.path} again" for f in markers]
+    words = [f"moved {f.path} to quarantine{_whole(f)}" for f in moving] + [f"made {f.path} again" for f in markers]
     if dry_run:
         return Repaired("", tuple(words))
     quarantine = Quarantine(place.files, place.layout)
@@ -127,6 +137,17 @@ def _repair_outside(place: Place, findings: list[Finding], dry_run: bool) -> Rep
     return Repaired("", tuple(words), (), quarantine.path)
 
 
+def _is_in_the_way(finding: Finding) -> bool:
+    """Whether it still is: a check may have found it long ago, and nothing fences it."""
+    there = os.path.lexists(finding.path)
+    return there and not (finding.kind == "not_a_directory" and _is_directory(finding.path))
+
+
+def _whole(finding: Finding) -> str:
+    """What not to forget of what is moved: rollouts are in it, and they may be whole."""
+    return f", and nothing is lost of it yet: {finding.what}" if finding.kind == "wrong_shard" else ""
+
+
 # ---- one rollout
 
 
@@ -141,6 +162,8 @@ class _Plan:
         self.manifests: list[Finding] = []
         self.unmade: list[Finding] = []
         """Versions of snapshots that are no directories."""
+        self.tombstones: list[str] = []
+        """Tombstones that are no directories, of rollouts that hold nothing else."""
         self.stays: list[Finding] = []
         self.links: dict[str, str] = {}
         """Links of a snapshot to be made again, and the whole segment of each."""
@@ -149,6 +172,7 @@ class _Plan:
         for finding in self.findings:
             self._add(finding)
         self._choose_incarnation()
+        self._leave_alone_what_is_moved()
 
     @property
     def anything(self) -> bool:
@@ -172,10 +196,18 @@ class _Plan:
         elif finding.kind == "not_a_directory" and kind_below(path.rpartition("/")[2]) == "version":
             self.unmade.append(finding)
             self.words.append(f"moved {path} to quarantine, and published it again from the segments, as damaged")
+        elif finding.kind == "not_a_directory" and self._is_lone_tombstone(path):
+            self.tombstones.append(path)
+            self.words.append(f"moved {path} to quarantine, and made the tombstone again: the rollout stays retired")
         elif finding.kind in ("name", "not_a_directory"):
             self._move(path)
         elif finding.kind == "unreadable":
             self.left.append(f"{path}: {finding.what}; {finding.advice}")
+
+    def _is_lone_tombstone(self, path: str) -> bool:
+        folder, _, name = path.rpartition("/")
+        kinds = {other: kind_of_name(other) for other in self.place.files.listdir(folder)}
+        return kinds.pop(name, "") == "tombstone" and not {"incarnation", "tombstone"}.intersection(kinds.values())
 
     def _move(self, path: str) -> None:
         if path not in self.moves:
@@ -197,6 +229,19 @@ class _Plan:
                 f"rollout {self.rollout_id}: incarnations {names} both hold records; only you know which of them "
                 "counts: move the other one out of the store"
             )
+
+    def _leave_alone_what_is_moved(self) -> None:
+        """What is inside something that is moved goes with it, as it is."""
+
+        def is_inside(path: str) -> bool:
+            return any(path.startswith(f"{folder}/") for folder in self.moves)
+
+        self.manifests = [finding for finding in self.manifests if not is_inside(finding.path)]
+        self.unmade = [finding for finding in self.unmade if not is_inside(finding.path)]
+        self.stays = [finding for finding in self.stays if not is_inside(finding.path)]
+        self.links = {link: whole for link, whole in self.links.items() if not is_inside(link)}
+        self.words = [said for said in self.words if not any(f"{folder}/" in said for folder in self.moves)]
+        self.moves = [path for path in self.moves if not is_inside(path)]
 
     def _holds_records(self, incarnation: str) -> bool:
         """Whether anything is in it that a rollout could need; what can't be told counts as something."""
@@ -235,17 +280,20 @@ class _Repair(Lifecycle):
         self.made = {}
         try:
             self._keep(plan, quarantine)
-            moving = [*plan.moves, *(finding.path for finding in plan.unmade), *filter(os.path.lexists, plan.links)]
-            quarantine.note(plan.findings, plan.stays, moving, plan.words)
+            moving = [*plan.moves, *plan.tombstones, *filter(os.path.lexists, plan.links)]
+            noted = [*moving, *(finding.path for finding in plan.unmade)]
+            quarantine.note(plan.findings, plan.stays, noted, plan.words)
+            for path in plan.tombstones:
+                self._make_tombstone(path)
             for path in moving:
                 quarantine.move(path)
-            self._make_again(plan)
+            self._make_again(plan, quarantine)
             after = _readable(self.place, self.rollout_id)
             if gone := _gone(before, after, bool(plan.links)):
                 raise CorruptError(f"rollout {self.rollout_id}: {gone} after the repair: it was undone")
             rest = self._findings()
             # What stays says its place in the words of now: a manifest that was made again remembers it.
-            quarantine.note(plan.findings, [f for f in rest if f.kind in _STAYS], moving, plan.words)
+            quarantine.note(plan.findings, [f for f in rest if f.kind in _STAYS], noted, plan.words)
         except (OSError, CorruptError) as error:
             _undo(quarantine, self.made)
             if isinstance(error, CorruptError):
@@ -267,7 +315,15 @@ class _Repair(Lifecycle):
             elif os.path.lexists(finding.path):
                 plan.moves.append(finding.path)
 
-    def _make_again(self, plan: _Plan) -> None:
+    def _make_tombstone(self, path: str) -> None:
+        """A millisecond younger, so that there is always one."""
+        name, _, retired_at = path.rpartition(".")
+        again = f"{name}.{int(retired_at) + 1}"
+        self.made[again] = ""
+        self.files.mkdir(again)
+        self.files.fsync_directory(os.path.dirname(again))
+
+    def _make_again(self, plan: _Plan, quarantine: Quarantine) -> None:
         """What was moved away is not there any more, so that all of this is new."""
         path = self.place.layout.rollout(self.rollout_id)
         for link, whole in plan.links.items():
@@ -275,8 +331,7 @@ class _Repair(Lifecycle):
             self.files.link(whole, link)
             self.files.fsync_directory(os.path.dirname(link))
         for finding in plan.unmade:
-            self.made[finding.path] = ""
-            self._publish_again(path, finding)
+            self._publish_again(path, finding, quarantine)
         for finding in plan.manifests:
             directory = look_into(self.files, path, finding.incarnation)
             if directory.snapshot_path == finding.path.rpartition("/")[0]:
@@ -300,9 +355,18 @@ class _Repair(Lifecycle):
         self.made.setdefault(manifest, "")
         _write_whole(files, manifest, encode_manifest(index))
 
-    def _publish_again(self, path: str, finding: Finding) -> None:
-        """A version whose directory is gone, from the segments. What was said late may be lost, so it is damaged."""
-        version = int(finding.path.rpartition("/v")[2])
+    def _publish_again(self, path: str, finding: Finding, quarantine: Quarantine) -> None:
+        """A version whose directory is gone, from the segments. What was said late may be lost, so it is damaged.
+
+        What is in its place counts as the next version until it is published: a rollout that is frozen never looks
+        open, whenever this ends.
+        """
+        folder, _, number = finding.path.rpartition("/v")
+        version = int(number)
+        aside = f"{folder}/v{version + 1}"
+        self.files.rename(finding.path, aside)
+        quarantine.moves.append((finding.path, aside))
+        self.made[finding.path] = ""
         directory = look_into(self.files, path, finding.incarnation)
         reader = LogReader(self.files, self.rollout_id, finding.incarnation, self.place.boot_id)
         reader.keep_buffers = reader.fenced = True
@@ -311,6 +375,7 @@ class _Repair(Lifecycle):
         reader.ledger.damage.append(Damage(finding.path, 0, 0, reason))
         sources, segments = links_of(reader)
         publish(self.files, directory, index_of(reader, version, segments), sources)
+        quarantine.move(finding.path, aside)
 
 
 def _whole_segment(place: Place, rollout_id: str, finding: Finding) -> tuple[str, str] | None:
@@ -345,6 +410,10 @@ def _is_file(path: str) -> bool:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         return False
+
+
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _undo(quarantine: Quarantine, made: dict[str, str]) -> None:

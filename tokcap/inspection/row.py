@@ -15,7 +15,7 @@ from ..errors import TokcapError
 from ..ids import check_rollout_id
 from ..store import FileStore, RolloutStat, Snapshot
 from ..store.layout import Layout
-from ..store.records import decode_contents
+from ..store.records import decode_contents, decode_contents_head
 from ..store.snapshot import Entries
 from ..trajectory import Build, build, group_of
 from ..trajectory.content import joined_versions
@@ -196,7 +196,8 @@ def proper(text: str) -> str:
 
 
 def _counted(stat: RolloutStat) -> dict[str, Any]:
-    outcomes = Counter(call.outcome for call in stat.calls if call.model_call_id or not stat.damage)
+    damage = set(map(str, stat.damage))  # each stands among the calls, and is none
+    outcomes = Counter(call.outcome for call in stat.calls if call.model_call_id or call.detail not in damage)
     return {
         "calls": sum(outcomes.values()),
         "outcomes": dict(sorted(outcomes.items())),
@@ -211,17 +212,6 @@ def _built(snapshot: Snapshot) -> dict[str, Any]:
         return {"error": proper(str(error))}
 
 
-class _Head(msgspec.Struct, array_like=True, gc=False):
-    """The beginning of an entry's contents (`tokcap.entry.contents_of`), as far as a row tells of it."""
-
-    output_items: msgspec.Raw
-    policy_versions: msgspec.Raw
-    sampling: msgspec.Raw
-    extra: msgspec.Raw
-    model: str
-
-
-_decode_head = msgspec.msgpack.Decoder(_Head).decode
 _NO_VERSIONS = b"\x90"
 _EDGES = np.array(LOG_PROB_EDGES)
 
@@ -258,7 +248,7 @@ def _proper_names(value: Any) -> Any:
 
 def _model_and_versions(contents: msgspec.Raw) -> tuple[str, list[Any]]:
     try:
-        head = _decode_head(contents)
+        head = decode_contents_head(contents)
         if bytes(head.policy_versions) == _NO_VERSIONS:
             return head.model, []
     except msgspec.DecodeError:  # a name that is no plain text

@@ -16,6 +16,7 @@ from ..store.files import Files, durability_error
 from ..store.layout import Layout
 from .cache import Kept, RowCache
 from .fingerprint import is_unchanged
+from .keeping import life_of
 from .row import RolloutRow, proper
 from .workers import looked_at
 
@@ -117,17 +118,19 @@ def _rows(
     layout = Layout(store.directory)
     listed, failed = _listed(layout, globs)
     named = bool(globs) and all(map(_is_plain, globs))  # few: looking is as fast as reading all that is kept
-    cache = RowCache(store.directory) if remember and not named and type(store._files) is Files else None
+    cache = RowCache(store.directory) if remember and not named and type(store.files) is Files else None
     found: list[RolloutRow] = []
     changed: list[str] = []
     if cache is not None:
         cache.load()
     known = {} if cache is None else cache.rows
+    life = life_of(store)
     rollouts = os.open(layout.rollouts, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name, shard in listed:
             kept = known.get(name)
-            if kept is not None and is_unchanged(rollouts, f"{shard}/{name}", kept.mark, kept.folder, kept.names):
+            mark = 0 if kept is None else kept.mark ^ life if kept.row.state == "open" else kept.mark
+            if kept is not None and is_unchanged(rollouts, f"{shard}/{name}", mark, kept.folder, kept.names):
                 found.append(kept.row)
             elif wrong := _what_is_wrong_with(layout, name, shard):
                 found.append(RolloutRow(proper(name), "unreadable", error=wrong))
@@ -139,7 +142,7 @@ def _rows(
     progress(done, total)
     if not workers:
         workers = len(os.sched_getaffinity(0)) if len(changed) >= _WORTH_PROCESSES else 1
-    if type(store._files) is not Files:
+    if type(store.files) is not Files:
         workers = 1
     is_saved = whole  # what was left out is not to be taken for nothing
     unsaved: list[Kept] = []

@@ -15,6 +15,11 @@ _PARTS = {
     "masked": "masked",
 }
 
+_OPEN_OR_DAMAGED = (
+    "it began, and nothing that can be read says how it ended: its record may have been in the damaged bytes; else it "
+    "still runs, or its server died"
+)
+
 
 def tie_of(view: RolloutView, call: CallView, *, follows: bool = False) -> str:
     """How it hangs on other calls. follows: the call that it hangs on stands directly above."""
@@ -48,7 +53,7 @@ def fate_of(view: RolloutView, call: CallView) -> str:
     if call.relation == "unrecorded" or not call.sampled:
         if call.outcome == "recorded":
             return "nothing was sampled"
-        return f"{call.outcome}: {why_lost(call)}"
+        return f"{call.outcome}: {why_lost(view, call)}"
     said = f"not trained: {call.verdict.replace('_', ' ')}"
     if call.verdict == "abandoned" and call.instead is not None:
         other = _number(view, call.instead)
@@ -73,9 +78,20 @@ def why_untrained(call: CallView) -> str:
     return "; ".join(words) or ("the whole rollout is masked" if "masked" in call.counts else "")
 
 
-def why_lost(call: CallView) -> str:
-    """Why a call has no record: what was noted, else what the outcome means."""
-    return call.detail or OUTCOMES[call.outcome]
+def why_lost(view: RolloutView, call: CallView) -> str:
+    """Why a call has no record: what was noted, else what the outcome means. Its files are named without the directory
+    of the rollout, which `RolloutView.damage` has."""
+    if call.detail:
+        return _without_directory(view, call.detail)
+    return _OPEN_OR_DAMAGED if call.outcome == "open" and view.damage else OUTCOMES[call.outcome]
+
+
+def _without_directory(view: RolloutView, text: str) -> str:
+    for damage in view.damage[:1]:
+        above, found, _ = damage.rpartition(f"/{view.rollout_id}/")
+        if found:
+            return text.replace(above + found, "")
+    return text
 
 
 def facts_of(call: CallView) -> list[str]:

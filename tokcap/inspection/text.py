@@ -19,7 +19,16 @@ from ..store.records import decode_contents, decode_pieces
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ("KnownPieces", "Texts", "TokenizerBytes", "joined", "models_of", "piece_texts", "pieces_of_store")
+__all__ = (
+    "KnownPieces",
+    "Texts",
+    "TokenizerBytes",
+    "joined",
+    "models_of",
+    "piece_texts",
+    "pieces_of_store",
+    "told_bytes",
+)
 
 _MOST_ROLLOUTS = 256
 _NOTHING_NEW = 64
@@ -43,12 +52,9 @@ class KnownPieces:
             return 0
         known = self._of_model.setdefault(model, {})
         before = len(known)
-        late = False
-        for token, piece in zip(map(int, ids), pieces, strict=True):
-            # An engine that puts a character together late says b"" for its first ids and all its bytes at the last.
-            if piece and not late and _REPLACED not in piece and known.setdefault(token, piece) != piece:
+        for token, piece in told_bytes(ids, pieces):
+            if known.setdefault(token, piece) != piece:
                 known[token] = None
-            late = not piece
         return len(known) - before
 
     def add_snapshot(self, snapshot: Snapshot) -> int:
@@ -72,6 +78,16 @@ class KnownPieces:
 
     def __len__(self) -> int:
         return sum(piece is not None for known in self._of_model.values() for piece in known.values())
+
+
+def told_bytes(ids: Sequence[int] | IdArray, pieces: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The ids of an answer whose pieces are their own bytes, each with them."""
+    late = False
+    for token, piece in zip(map(int, ids), pieces, strict=True):
+        # An engine that puts a character together late says b"" for its first ids and all its bytes at the last.
+        if piece and not late and _REPLACED not in piece:
+            yield token, piece
+        late = not piece
 
 
 def pieces_of_store(store: FileStore, first: Iterable[str] = (), *, most: int = _MOST_ROLLOUTS) -> KnownPieces:

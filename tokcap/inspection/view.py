@@ -127,6 +127,11 @@ class RolloutView:
         for view in self.calls:
             self._children[view.parent].append(view)
 
+    @property
+    def masked(self) -> bool:
+        """Whether nothing of it is trained. Of an open one that has nothing yet, nothing is left out."""
+        return self.build.masked and (self.version > 0 or self.build.metrics["sampled"] > 0)
+
     def call(self, key: CallKey) -> CallView | None:
         """The view of a call, if there is one."""
         return self._by_key.get(key)

@@ -10,7 +10,7 @@ import msgspec
 
 from .row import RolloutRow
 
-__all__ = ("Wanted",)
+__all__ = ("Wanted", "is_named")
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -18,7 +18,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
     states: Collection[str] = ()
     masked: bool = False
-    """Something was recorded and nothing of it is trained."""
+    """Nothing of it is trained."""
     incomplete: bool = False
     damaged: bool = False
     """Bytes were damaged, or it can't be read at all."""
@@ -33,11 +33,13 @@ class Wanted(msgspec.Struct, frozen=True):
     newer_s: float | None = None
     finished: bool | None = None
     """Whether its owner said so."""
+    wrong: bool = False
+    """`RolloutRow.why` has something to say: anything that isn't trained, or not as it should be."""
 
     @property
     def needs_builds(self) -> bool:
         """Whether rows must tell what only a build tells."""
-        return bool(self.masked or self.reasons or self.models)
+        return bool(self.masked or self.reasons or self.models or self.wrong)
 
     def of(self, rows: Iterable[RolloutRow]) -> list[RolloutRow]:
         """Those of `rows` that are meant."""
@@ -58,16 +60,18 @@ class Wanted(msgspec.Struct, frozen=True):
                 or any(reason in self.reasons for reason in row.reasons)
                 or ("unreadable" in self.reasons and (unreadable or bool(row.error)))
             )
-            and (not self.models or any(_is_one_of(model, self.models) for model in row.models))
-            and (not self.groups or _is_one_of(row.group, self.groups))
+            and (not self.models or any(is_named(model, self.models) for model in row.models))
+            and (not self.groups or is_named(row.group, self.groups))
             and (self.older_s is None or age_s >= self.older_s)
             and (self.newer_s is None or age_s < self.newer_s)
             and (self.finished is None or row.finished == self.finished)
+            and (not self.wrong or bool(row.why))
         )
 
 
 _ALL = Wanted()
 
 
-def _is_one_of(name: str, globs: Collection[str]) -> bool:
+def is_named(name: str, globs: Collection[str]) -> bool:
+    """Whether one of `globs` names it (`fnmatch`)."""
     return any(fnmatch.fnmatchcase(name, glob) for glob in globs)

@@ -45,8 +45,8 @@ RELATIONS: Final = {
 ADVICE: Final = {
     "nothing_recorded": Advice(
         "no call of the rollout has stored ids, so there is nothing to train",
-        "the agent used a URL without /ng-rollout/<id>/training-token-capture/, the engine gave no ids, or every call "
-        "failed before it sampled",
+        "the agent used a URL without /ng-rollout/<id>/training-token-capture/, the engine gave no ids, every call "
+        "failed before it sampled, or the files are damaged",
         "`tokcap calls ROLLOUT` lists the calls and what became of each; if it lists none, the agent's base URL is "
         "wrong: use rollout_base_url(...). If they are lost, their detail says what the engine left out",
     ),
@@ -112,8 +112,8 @@ ADVICE: Final = {
     "lost_call": Advice(
         "a call whose record is lost may be the scored one, or lie inside its chain",
         "the engine gave no usable ids for it, its server died, or its bytes are damaged",
-        "`tokcap calls ROLLOUT --outcome lost` says why for each. Trajectories are still delivered, flagged after_gap; "
-        "only the single response can't be rebuilt",
+        "`tokcap calls ROLLOUT --outcome lost` says why for each, `tokcap verify ROLLOUT` what is damaged. "
+        "Trajectories are still delivered, flagged after_gap; only the single response can't be rebuilt",
     ),
     "drift": Advice(
         "the scored conversation drifted, and on_drift is `mask`",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from ..inspection import LOG_PROB_EDGES, RolloutRow
-from ..trajectory.verdicts import CATEGORIES
+from ..inspection import RolloutRow, statistics
 from .texts import LONGEST_CONTENT, bounded
 
 __all__ = ("COLUMNS", "is_suspect", "table_of", "totals_of")
@@ -74,39 +70,29 @@ def _why(row: RolloutRow) -> list[str]:
 
 def totals_of(rows: Sequence[RolloutRow]) -> dict[str, Any]:
     """Sums over all rows."""
-    states = Counter(row.state for row in rows)
-    reasons = Counter(reason for row in rows for reason in row.reasons)
-    outcomes: Counter[str] = Counter()
-    versions: Counter[str] = Counter()
-    models = Counter(model for row in rows for model in row.models)
-    log_probs = np.zeros(len(LOG_PROB_EDGES), np.int64)
-    for row in rows:
-        outcomes.update(row.outcomes)
-        versions.update(row.policy_versions)
-        if row.log_probs:
-            log_probs += row.log_probs
-    categories = {name: sum(row.metric(name) for row in rows) for name in CATEGORIES}
+    found = statistics(rows)
     return {
-        "rollouts": len(rows),
-        "states": _pairs(states),
-        "masked": sum(row.masked for row in rows),
-        "damaged": sum(bool(row.damage) for row in rows),
+        "rollouts": found.rollouts,
+        "states": _pairs(found.states),
+        "masked": found.masked,
+        "damaged": found.damaged,
         "unreadable": sum(bool(row.error) for row in rows),
-        "bytes": sum(row.bytes for row in rows),
-        "calls": sum(row.calls for row in rows),
-        "sampled": sum(row.sampled for row in rows),
-        "trained": categories["trained"],
-        "drifted": sum(row.metric("drifted_calls") for row in rows),
-        "driftLost": sum(row.metric("drift_lost") for row in rows),
-        "categories": _pairs(Counter(categories)),
-        "reasons": _pairs(reasons),
-        "outcomes": _pairs(outcomes),
-        "versions": _pairs(versions),
-        "models": _pairs(models),
-        "logProbs": log_probs.tolist(),
+        "bytes": found.bytes,
+        "calls": found.calls,
+        "sampled": found.sampled,
+        "trained": found.categories.get("trained", 0),
+        "drifted": found.drifted_calls,
+        "driftLost": found.drift_lost,
+        "categories": _pairs(found.categories),
+        "reasons": _pairs(found.reasons),
+        "outcomes": _pairs(found.outcomes),
+        "versions": _pairs(found.policy_versions),
+        "models": _pairs(found.models),
+        "logProbs": found.log_probs,
     }
 
 
-def _pairs(counts: Counter[Any]) -> list[tuple[str, int]]:
+def _pairs(counts: dict[str, int]) -> list[tuple[str, int]]:
     """The larger first; pairs, because a name from a record may be anything."""
-    return [(bounded(str(name), LONGEST_CONTENT), count) for name, count in counts.most_common() if count]
+    largest = sorted(counts.items(), key=lambda pair: -pair[1])
+    return [(bounded(name, LONGEST_CONTENT), count) for name, count in largest if count]

@@ -19,6 +19,9 @@ __all__ = ("Parts", "call_facts", "distinct_ids", "rollout_facts", "token_parts"
 Parts = dict[str, npt.NDArray[Any]]
 """Arrays by name; see `token_parts`."""
 
+_LARGEST = 2**53 - 1
+"""The largest number that a script counts with; of an integer of thousands of digits Python makes no text."""
+
 
 def distinct_ids(view: RolloutView) -> int:
     """Ids of all prompts and answers, shared prefixes counted once."""
@@ -61,11 +64,11 @@ def rollout_facts(view: RolloutView) -> dict[str, Any]:
         "group": bounded(built.group, LONGEST_CONTENT),
         "damage": view.damage,
         "torn": view.torn,
-        "masked": built.masked and (built.version > 0 or built.metrics["sampled"] > 0),
+        "masked": view.masked,
         "reasons": built.reasons,
         "metrics": {name: value for name, value in built.metrics.items() if _is_number(value)},
         "logProbModes": content_text(built.metrics["log_prob_modes"]),
-        "models": sorted(built.models),
+        "models": [bounded(model, LONGEST_CONTENT) for model in sorted(built.models)],
         "calls": calls,
         "conversations": sum(each.first is not None for each in conversations(view)),
         "tree": _tree(view),
@@ -155,7 +158,8 @@ def _version(span: Any) -> tuple[str, int, int] | None:
     """(version as text, start, end), or None for what an engine told in another form."""
     if not isinstance(span, (tuple, list)) or len(span) != 3 or not all(type(bound) is int for bound in span[1:]):
         return None
-    return bounded(name_of(span[0]), LONGEST_CONTENT), max(span[1], 0), max(span[2], 0)
+    start, end = (min(max(bound, 0), _LARGEST) for bound in span[1:])
+    return bounded(name_of(span[0]), LONGEST_CONTENT), start, end
 
 
 def token_parts(view: RolloutView, facts: dict[str, Any], vocabulary: Vocabulary) -> Parts:

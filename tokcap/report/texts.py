@@ -8,6 +8,7 @@ from typing import Any
 
 from ..content import name_of
 from ..inspection import Texts
+from ..inspection.text import told_bytes
 from ..trajectory.recorded import Call
 
 __all__ = ("LONGEST_CONTENT", "LONGEST_PIECE", "Vocabulary", "bounded", "content_text", "piece_text")
@@ -17,9 +18,6 @@ LONGEST_PIECE = 200
 
 LONGEST_CONTENT = 4000
 """Characters that are kept of what a record carries besides tokens."""
-
-
-_REPLACED = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 def bounded(text: str, most: int) -> str:
@@ -63,12 +61,10 @@ class Vocabulary:
             return
         known = self._known.setdefault(call.model, {})
         ids, texts = call.generation_token_ids.tolist(), list(map(piece_text, pieces))
-        late = False
-        for token, piece, text in zip(ids, pieces, texts, strict=True):
-            # An engine that puts a character together late says b"" for its first ids and all its bytes at the last.
-            if piece and not late and _REPLACED not in piece and known.setdefault(token, text) != text:
+        for token, piece in told_bytes(ids, pieces):
+            text = piece_text(piece)
+            if known.setdefault(token, text) != text:
                 known[token] = None
-            late = not piece
         self._answers.append((told, call.model, ids, texts))
 
     def ask(self, model: str, ids: Iterable[int]) -> None:
@@ -96,5 +92,5 @@ class Vocabulary:
         settled = []
         for model, known in sorted(self._known.items()):
             there = {token: text for token, text in known.items() if text is not None}
-            settled.append((model, list(there), list(there.values())))
+            settled.append((bounded(model, LONGEST_CONTENT), list(there), list(there.values())))
         return settled

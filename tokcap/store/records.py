@@ -40,6 +40,7 @@ from .frame import HEADER_SIZE, padding
 __all__ = (
     "BeginRecord",
     "Contents",
+    "ContentsHead",
     "DeliveryRecord",
     "EntryHead",
     "FinishRecord",
@@ -49,6 +50,7 @@ __all__ = (
     "SettleRecord",
     "StoredEntry",
     "decode_contents",
+    "decode_contents_head",
     "decode_entry",
     "decode_pieces",
     "encode_contents",
@@ -395,6 +397,22 @@ def decode_contents(data: bytes | memoryview) -> Contents:
     return found._replace(
         policy_versions=[tuple(span) if isinstance(span, list) else span for span in found.policy_versions]
     )
+
+
+class ContentsHead(msgspec.Struct, array_like=True, gc=False):
+    """The beginning of an entry's contents (`tokcap.entry.contents_of`), for who needs no more of it."""
+
+    output_items: msgspec.Raw
+    policy_versions: msgspec.Raw
+    sampling: msgspec.Raw
+    extra: msgspec.Raw
+    model: str
+    response_id: msgspec.Raw
+    finish_reason: str
+
+
+decode_contents_head = msgspec.msgpack.Decoder(ContentsHead).decode
+"""`decode_contents` of the beginning alone. Raises `msgspec.DecodeError`, also for names that are no plain text."""
 
 
 def decode_pieces(data: bytes | memoryview) -> list[bytes] | None:

@@ -280,13 +280,19 @@ def _remember_damage(
 ) -> None:
     """Add the damage that the segments themselves don't show."""
     path, damage = directory.snapshot_path, reader.ledger.damage
+    reason = "the segment file is missing"
     if index is None:
+        known = {_place(found) for found in damage}
+        linked = {link.number for link in links}
+        # Every segment is linked when a rollout is frozen.
+        unlinked = {name.number for name in directory.segments}.difference(linked)
+        told = [Damage(f"{path}/{number:06d}", 0, 0, reason) for number in sorted(unlinked)]
+        damage += [found for found in told if _place(found) not in known]
         if not damage and DAMAGED in files.listdir(path):
             reason = "damage was found before; the manifest that said where is damaged, too"
             damage.append(Damage(f"{path}/{MANIFEST}", 0, 0, reason))
         return
     absent = {LinkName(segment.number, segment.length) for segment in index.segments}.difference(links)
-    reason = "the segment file is missing"
     told = [Damage(f"{path}/{link}", 0, link.length, reason) for link in sorted(absent)]
     known = {_place(found) for found in damage}
     # What was missing when the rollout was frozen was not linked.

@@ -6,13 +6,15 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 from ..errors import TokcapError
 from ..protocol import RolloutState
-from .files import durability_error
+from .files import Files, durability_error
 from .layout import Directory
 from .lifecycle import Reset
 from .looking import Looker, RolloutStat
+from .operations import Operation
 from .sink import SinkMethods
 from .snapshot import Snapshot
 from .source import SourceMethods
@@ -61,6 +63,11 @@ class FileStore(SinkMethods, SourceMethods):
     def directory(self) -> str:
         """Where it is: an absolute path."""
         return self._layout.root
+
+    @property
+    def files(self) -> Files:
+        """What it reads and writes with."""
+        return self._files
 
     async def read(self, rollout_id: str) -> Snapshot:
         """An unfrozen look (version 0) at an open rollout, the published snapshot of a frozen one. Takes no lock.
@@ -130,6 +137,10 @@ class FileStore(SinkMethods, SourceMethods):
         return self._requests.unstorable
 
     # ---- housekeeping
+
+    def perform_now(self, operation: Operation) -> Any:
+        """Do an operation that has no method here, under the fence of its rollout as any other; its result."""
+        return self._running().call(operation)
 
     async def sweep(self, older_than_s: float, *, dry_run: bool = False) -> int:
         """Remove tombstones older than that (0: every one) and what crashes left; how many tombstones went."""

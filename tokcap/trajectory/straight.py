@@ -21,7 +21,7 @@ from ..content import decode_content
 from ..entry import TokenEntry
 from ..protocol import CallRecord, TokenCaptureSnapshot
 from ..store.prefix import NO_PARENT, Node
-from ..store.records import decode_contents
+from ..store.records import decode_contents, decode_contents_head
 from ..store.snapshot import Entries
 from .behaviour import POSITIVE_BEYOND_ROUNDING, SENTINEL, is_behaviour, log_prob_mode
 from .content import BoolArray, Span, joined_versions, read_only
@@ -85,21 +85,6 @@ def _is_chain(entries: Entries) -> bool:
     return sorted(entries.chosen) == list(range(len(nodes)))
 
 
-class _Head(msgspec.Struct, array_like=True, gc=False):
-    """The beginning of an entry's contents (`tokcap.entry.contents_of`); read as far as it decides anything."""
-
-    output_items: msgspec.Raw
-    policy_versions: msgspec.Raw
-    sampling: msgspec.Raw
-    extra: msgspec.Raw
-    model: str
-    response_id: msgspec.Raw
-    finish_reason: str
-
-
-_decode_head = msgspec.msgpack.Decoder(_Head).decode
-
-
 class _Answer(NamedTuple):
     """What was recorded of one call beside its arrays."""
 
@@ -139,7 +124,7 @@ class _Told:
             stored = load(node)
             head = stored.head
             try:
-                told = _decode_head(head.contents)
+                told = decode_contents_head(head.contents)
             except msgspec.DecodeError:  # a name that is no plain text
                 return False
             if model is None:

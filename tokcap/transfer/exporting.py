@@ -10,7 +10,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from ..errors import InvalidOptionError, RetiredError, TokcapError
+from ..errors import InvalidIdError, InvalidOptionError, RetiredError, TokcapError
+from ..ids import check_rollout_id
 from ..inspection.opening import open_to_look
 from ..protocol import RolloutState
 from ..store import FileStore, Snapshot
@@ -230,19 +231,40 @@ def _wanted(
     found: dict[str, RolloutState] = {}
     exact = {glob for glob in globs if not any(char in glob for char in "*?[")}
     patterns = [glob for glob in globs if glob not in exact]
-    try:
-        for rollout_id, now in store.rollouts():
-            if not globs or rollout_id in exact or any(fnmatchcase(rollout_id, glob) for glob in patterns):
-                found[rollout_id] = now  # noqa: PERF403 - what was listed before an error counts
-    except TokcapError as error:  # after all those that can be listed
-        _count(done, "unreadable")
-        done.unreadable[""] = str(error)
+    if globs and not patterns:
+        found = _named(store, exact, done)
+    else:
+        try:
+            for rollout_id, now in store.rollouts():
+                if not globs or rollout_id in exact or any(fnmatchcase(rollout_id, glob) for glob in patterns):
+                    found[rollout_id] = now
+        except TokcapError as error:  # after all those that can be listed
+            _count(done, "unreadable")
+            done.unreadable[""] = str(error)
     left_out = Counter(now for now in found.values() if now == "retired" or (now != state and state != "any"))
     for now, count in sorted(left_out.items()):
         done.skipped[now] = done.skipped.get(now, 0) + count
-    done.missing = tuple(sorted(exact.difference(found)))
+    done.missing = tuple(sorted(exact.difference(found, done.unreadable)))
     wanted = sorted(rollout_id for rollout_id, now in found.items() if now not in left_out)
     return wanted, [rollout_id for rollout_id, now in found.items() if now == "retired"]
+
+
+def _named(store: FileStore, ids: Collection[str], done: Exported) -> dict[str, RolloutState]:
+    """Those of `ids` that are there, as their names tell; what is wrong with others doesn't matter."""
+    files, layout = Files(), Layout(store.directory)
+    found: dict[str, RolloutState] = {}
+    for rollout_id in ids:
+        try:
+            state = look(files, layout.rollout(check_rollout_id(rollout_id))).state
+        except InvalidIdError:  # nothing can be there
+            continue
+        except (TokcapError, OSError) as error:
+            _count(done, "unreadable")
+            done.unreadable[rollout_id] = str(error)
+            continue
+        if state != "absent":
+            found[rollout_id] = state
+    return found
 
 
 def _into_file(reading: _Reading, path: str, open_writer: Callable[..., Writer], most: int | None) -> None:

@@ -112,6 +112,8 @@ class Plan(msgspec.Struct):
     meta: dict[str, Any] | None = None
     """Of its `finish` note; None: nobody finishes it."""
     freeze: bool = False
+    meta_key: str = ""
+    """A meta with nothing but this key was noted by an earlier import, and may be replaced."""
 
     @property
     def lost(self) -> dict[str, str]:
@@ -153,7 +155,8 @@ def import_plans(
     return done
 
 
-def _import(store: FileStore, plan: Plan) -> ImportedRollout:
+def _import(store: FileStore, plan: Plan, *, again: bool = True) -> ImportedRollout:
+    """again: look once more if another process changed it meanwhile, which may have imported the same."""
     try:
         check_rollout_id(plan.rollout_id)
     except InvalidIdError as error:
@@ -170,6 +173,8 @@ def _import(store: FileStore, plan: Plan) -> ImportedRollout:
     is_noted = plan.meta is None or (present.finished and present.meta == plan.meta)
     if present.state == "retired":
         why = "it was consumed and retired here; `tokcap reset` forgets it"
+    elif present.state == "open" and not why and not is_noted and present.finished and not _is_ours(plan, present.meta):
+        why = "its owner finished it here, with another meta"
     elif present.state == "frozen" and not why and not complete:
         why = "it is frozen here, with a part of these calls only"
     if why:
@@ -184,9 +189,16 @@ def _import(store: FileStore, plan: Plan) -> ImportedRollout:
         if plan.freeze:
             store.freeze_now(plan.rollout_id).close()
     except (ConflictError, FrozenError, RetiredError, StaleAttemptError) as error:
+        if again:
+            return _import(store, plan, again=False)
         return plan.told("refused", reason=f"another process changed it meanwhile: {error}")
     same = complete and is_noted and not plan.freeze
     return plan.told("unchanged" if same else "imported", frozen=plan.freeze)
+
+
+def _is_ours(plan: Plan, meta: dict[str, Any]) -> bool:
+    """Whether nobody but an earlier import noted it."""
+    return set(meta) == {plan.meta_key}
 
 
 def _compare(store: FileStore, plan: Plan) -> tuple[str, bool]:

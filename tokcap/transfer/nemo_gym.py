@@ -25,8 +25,10 @@ Calls get no times: NeMo Gym stores none but the order of its records, which is 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 from collections import defaultdict
 from typing import Any
 
@@ -48,6 +50,7 @@ _ENDS = (RECORDS, STATE, INTENTS, MARKS)
 _SCHEMA_VERSION = 1
 _DIGEST_DOMAIN, _DIGEST_VERSION = b"nemo-gym-tokens", 1
 _TRIES = 5
+_META = "nemo_gym"
 
 
 def import_nemo_gym(
@@ -102,23 +105,26 @@ def _read(stem: str) -> _Files:
 
 def _content(path: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read()
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would keep us waiting
     except FileNotFoundError:
         return b""
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return file.read()
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
 def _plan(directory: str, rollout_id: str, finish: bool, freeze: bool) -> Plan | ImportedRollout:
     try:
         files = _read(os.path.join(directory, rollout_id))
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return ImportedRollout(rollout_id, "refused", reason=f"its files can't be read: {error}")
     state = files.state
     if state.get("retired") is True:
@@ -127,7 +133,8 @@ def _plan(directory: str, rollout_id: str, finish: bool, freeze: bool) -> Plan |
     plan = Plan(rollout_id, reader.calls(), freeze=freeze or state.get("frozen") is True)
     if finish:
         known = ("snapshot_id", "version", "frozen", "incomplete")
-        plan.meta = {"nemo_gym": {name: state[name] for name in known if name in state}}
+        plan.meta = {_META: {name: state[name] for name in known if name in state}}
+        plan.meta_key = _META
     return plan
 
 
@@ -151,6 +158,8 @@ class _Records:
     def __init__(self, rollout_id: str, files: _Files) -> None:
         self._rollout_id, self._files = rollout_id, files
         self._lost: dict[str, str] = {}
+        self._nameless: dict[int, str] = {}
+        """Lines that have no usable id, and why."""
         self._records: dict[str, list[_Record]] = defaultdict(list)
         digests = files.state.get("entry_digests")
         self._digests: dict[str, Any] = digests if isinstance(digests, dict) else {}
@@ -164,13 +173,13 @@ class _Records:
     def _add(self, number: int, payload: bytes) -> None:
         fields = _decoded(payload)
         if fields is None:
-            self._lost[f"line-{number}"] = f"line {number} of {RECORDS} is no JSON; it has no id any more"
+            self._nameless[number] = f"line {number} of {RECORDS} is no JSON; it has no id any more"
             return
         name = fields.get("model_call_id")
         try:
             call_id = check_model_call_id(name, rollout_id=self._rollout_id)
         except InvalidIdError as error:
-            self._lost[f"line-{number}"] = f"line {number} of {RECORDS}: {error}"
+            self._nameless[number] = f"line {number} of {RECORDS}: {error}"
             return
         try:
             prompt, generated = (_ids(fields, key) for key in ("prompt_token_ids", "generation_token_ids"))
@@ -217,6 +226,11 @@ class _Records:
             else:
                 self._lost[call_id] = "; ".join(problems)
         self._add_missing()
+        for number, why in self._nameless.items():
+            name = f"line-{number}"
+            while name in self._records or name in self._lost:  # a call may really be called so
+                name += "-"
+            self._lost[name] = why
         calls += [
             PlannedCall(call_id, settled="lost", detail=detail) for call_id, detail in self._lost.items() if call_id
         ]
@@ -240,7 +254,9 @@ class _Records:
                     self._lost[""] = f"{why}; its id is {name!r}" if name else "a call without an id was marked"
         conflicts = any(len(records) > 1 for records in self._records.values())
         # A mark of a call whose record is there says nothing more.
-        explained = self._lost or conflicts or any(name in self._records for name in self._files.marks)
+        explained = (
+            self._lost or self._nameless or conflicts or any(name in self._records for name in self._files.marks)
+        )
         if self._files.state.get("incomplete") is True and not explained:
             self._lost[""] = "the rollout is marked incomplete, and nothing says why"
 
@@ -296,7 +312,7 @@ class _Records:
             record.call_id,
             whole[: len(whole) - len(record.generated)],
             record.generated,
-            fields.pop("generation_log_probs"),
+            fields.pop("generation_log_probs", None),
             routed_experts=experts,
             output_items=_taken(fields, "output_items", list, []),
             token_item_index=fields.pop("token_item_index", None),

@@ -48,7 +48,8 @@ class Parts:
         if found and PROGRESS not in found:
             raise InvalidOptionError(f"{directory} holds other files and no {PROGRESS}; name a new directory")
         path = os.path.join(directory, PROGRESS)
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666), "a+b")
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(path, flags, 0o666), "a+b")
         try:
             self._lock()
             self.finished = self._read(dict(what))

@@ -105,7 +105,7 @@ def _read(path: str) -> tuple[dict[str, Any], list[_Exchange]]:
                 check_rollout_id(head.get("rollout"))
             else:
                 exchanges.append(msgspec.json.decode(line, type=_Exchange))
-        except (msgspec.DecodeError, UnicodeDecodeError, InvalidIdError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidIdError) as error:
             raise InvalidEntryError(f"{name}, line {number}: {error}") from error
     if len({exchange.seq for exchange in exchanges}) != len(exchanges):
         raise InvalidEntryError(f"{name}: two exchanges have the same seq")

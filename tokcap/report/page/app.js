@@ -43,9 +43,10 @@ function route() {
   const page = pageOf(number);
   hideTip();
   if (NOW !== page) {
+    if (NOW) leave(NOW);
     NOW = page;
     VIEW.replaceChildren(page.element);
-    window.scrollTo(0, 0);
+    comeBack(page);
     SEARCH.value = page.search ? page.search.query : "";
     FOUND.textContent = page.search ? page.search.told() : "";
     SEARCH_BOX.hidden = !page.search;
@@ -62,6 +63,19 @@ function route() {
     document.body.dataset.page = number < 0 ? "overview" : "rollout";
   }
   page.opened(found && found[2] !== undefined ? Number(found[2]) : undefined);
+}
+
+/** What is taken out of the document forgets how far it was scrolled. */
+function leave(page) {
+  page.left = { top: window.scrollY, tops: page.scrolling().map((element) => element.scrollTop) };
+}
+
+function comeBack(page) {
+  window.scrollTo(0, page.left ? page.left.top : 0);
+  if (page.left)
+    page.scrolling().forEach((element, place) => {
+      element.scrollTop = page.left.tops[place];
+    });
 }
 
 function pager(number) {
@@ -300,6 +314,7 @@ document.getElementById("skip").addEventListener("click", (event) => {
 document.addEventListener("keydown", onKey);
 window.addEventListener("hashchange", route);
 route();
+document.getElementById("waiting").remove();
 
 /** For scripts and tests: what the page knows, read only. `where` is {trajectory: n} or {call: n}. */
 function sequenceOf(rollout, where) {

@@ -138,6 +138,7 @@ class Sequence {
     let last = null;
     for (const span of this.spans) {
       for (const [version, start] of span.call.versions) {
+        if (start >= span.call.sampled) continue; // an engine may tell of more than it sampled
         if (version !== last) found.push([span.start + start, version]);
         last = version;
       }

@@ -41,7 +41,7 @@ function inspected(sequence, token) {
         },
         h("td", { class: "number" }, one.position),
         h("td", { class: "number" }, one.id),
-        h("td", { class: "piece" }, one.text === null ? "" : stripText(one.text).slice(0, 14)),
+        h("td", { class: "piece" }, one.text === null ? "" : beginning(stripText(one.text), 14)),
         h(
           "td",
           { class: "number" },
@@ -74,7 +74,9 @@ function inspected(sequence, token) {
     h(
       "p",
       { class: "piece-large" },
-      token.text === null ? h("span", { class: "muted" }, "text not known") : shown(token.text),
+      token.text
+        ? shown(token.text)
+        : h("span", { class: "muted" }, token.text === null ? "text not known" : "no bytes of its own"),
     ),
     facts([
       ["id", String(token.id)],

@@ -7,7 +7,7 @@ function distributions(rollout) {
     const trained = new Array(bins).fill(0),
       others = new Array(bins).fill(0);
     for (const call of rollout.calls) {
-      if (call.first === undefined || call.source !== call.place) continue;
+      if (call.first === undefined) continue;
       for (let offset = 0; offset < call.sampled; offset++) {
         const logProb = rollout.logProb(call, offset);
         if (!Number.isNaN(logProb)) (rollout.isTrained(call, offset) ? trained : others)[binOf(logProb)]++;

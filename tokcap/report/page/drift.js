@@ -23,7 +23,7 @@ function chips(sequence, start, end, parts, what) {
   return h(
     "div",
     { class: "window" },
-    h("h4", null, what),
+    h("h3", null, what),
     h("div", { class: "chips" }, tokens.length ? tokens : h("span", { class: "muted" }, "nothing: it ends here")),
   );
 }

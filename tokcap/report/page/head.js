@@ -46,9 +46,9 @@ function rolloutHead(rollout) {
         tile("sampled ids", amount(sampled), amount(rollout.distinct || 0) + " distinct in all"),
         tile(
           "trained",
-          percent(trained, sampled),
-          amount(trained) + (trained === 1 ? " id" : " ids"),
-          sampled && !trained ? "bad" : trained < sampled ? "warn" : "good",
+          sampled ? percent(trained, sampled) : "\u2013",
+          counted(trained, "id"),
+          !sampled ? "" : !trained ? "bad" : trained < sampled ? "warn" : "good",
         ),
         tile("trajectories", amount(metrics.trajectories || 0), amount(metrics.trained_trajectories || 0) + " trained"),
         tile(
@@ -57,7 +57,7 @@ function rolloutHead(rollout) {
           drifted ? amount(metrics.drift_lost || 0) + " ids lost" : "",
           drifted ? "drift" : "",
         ),
-        tile("lost or open", amount(lost), lost ? "of " + amount(metrics.calls) + " calls" : "", lost ? "bad" : ""),
+        tile("lost or open", amount(lost), lost ? "of " + counted(metrics.calls || 0, "call") : "", lost ? "bad" : ""),
       ),
     );
     const parts = WORDS.categories.filter((name) => metrics[name]).map((name) => [name, metrics[name]]);
@@ -104,9 +104,8 @@ function verdictText(rollout) {
   if (!sampled) said.push("No call has stored ids, so there is nothing to train.");
   else if (trained === sampled)
     said.push(
-      "All " +
-        counted(sampled, "sampled id") +
-        " are trained, in " +
+      (sampled === 1 ? "The one sampled id is" : "All " + amount(sampled) + " sampled ids are") +
+        " trained, in " +
         counted(metrics.trained_trajectories, "trajectory", "trajectories") +
         ".",
     );
@@ -116,7 +115,8 @@ function verdictText(rollout) {
       .map((name) => amount(metrics[name]) + " " + words(name));
     said.push(
       (trained ? amount(trained) + " of " + amount(sampled) : "None of " + amount(sampled)) +
-        " sampled ids are trained; the others are " +
+        (sampled === 1 ? " sampled id is trained" : " sampled ids are trained") +
+        (trained ? "; the others are " : ": ") +
         rest.join(", ") +
         ".",
     );

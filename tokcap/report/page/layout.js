@@ -12,7 +12,7 @@ const MARKS = { "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d" };
 /** The text of a token as it stands in a strip. */
 function stripText(text) {
   let one = text.replace(/[\n\t\r]/g, (char) => MARKS[char]);
-  if (one.length > LONGEST_SHOWN) one = one.slice(0, LONGEST_SHOWN) + "\u2026";
+  if (one.length > LONGEST_SHOWN) one = beginning(one, LONGEST_SHOWN) + "\u2026";
   return shown(one) || "\u2205";
 }
 

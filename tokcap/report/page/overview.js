@@ -117,25 +117,12 @@ class Overview {
             "div",
             null,
             [
-              ["Calls by outcome", total.outcomes, "o-"],
-              ["Sampled ids by policy version", total.versions, "v-"],
-              ["Rollouts by model", total.models, "v-"],
+              ["Calls by outcome", total.outcomes.map(outcomePart)],
+              ["Sampled ids by policy version", total.versions.map(recordedPart)],
+              ["Rollouts by model", total.models.map(recordedPart)],
             ]
-              .filter(([, pairs]) => pairs.length)
-              .map(([title, pairs, prefix]) => [
-                h("h3", null, title),
-                stackedBar(
-                  pairs
-                    .slice(0, 12)
-                    .map(([name, count], place) => [
-                      shown(name) || "not told",
-                      count,
-                      prefix === "o-" ? "o-" + name : "v-" + (place % 6),
-                      WORDS.outcomes[name],
-                    ]),
-                  title,
-                ),
-              ]),
+              .filter(([, parts]) => parts.length)
+              .map(([title, parts]) => [h("h3", null, title), stackedBar(parts.slice(0, 12), title)]),
           ),
         ),
       ),
@@ -157,13 +144,7 @@ class Overview {
         ),
       ),
     );
-    this.body = h("div", {
-      class: "table-body",
-      role: "rowgroup",
-      tabindex: 0,
-      "aria-label": "Rollouts: arrows move, Enter opens",
-      onkeydown: (event) => this.key(event),
-    });
+    this.body = h("div", { class: "table-body", role: "rowgroup", tabindex: -1 });
     this.rows = new Rows(this.body, 30, (index) => this.row(index));
     this.count = h("span", { class: "muted", role: "status" });
     this.filter = h("input", {
@@ -203,7 +184,14 @@ class Overview {
     );
     this.grid = h(
       "div",
-      { class: "table", role: "table", "aria-label": "Rollouts", "aria-rowcount": all + 1 },
+      {
+        class: "table",
+        role: "grid",
+        tabindex: 0,
+        "aria-label": "Rollouts: arrows move, Enter opens",
+        "aria-rowcount": all + 1,
+        onkeydown: (event) => this.key(event),
+      },
       h("div", { role: "rowgroup" }, this.head),
       this.body,
     );
@@ -262,6 +250,7 @@ class Overview {
         cell.dataset.column !== name ? "none" : direction > 0 ? "ascending" : "descending",
       );
     this.current = -1;
+    this.grid.removeAttribute("aria-activedescendant");
     this.count.textContent =
       this.order.length === DATA.table.length
         ? counted(this.order.length, "rollout")
@@ -328,11 +317,12 @@ class Overview {
           if (page !== null) this.open(page);
         },
       },
-      TABLE_COLUMNS.map(([column]) => h("div", { role: "cell", class: "cell-" + column }, cells[column])),
+      TABLE_COLUMNS.map(([column]) => h("div", { role: "gridcell", class: "cell-" + column }, cells[column])),
     );
   }
 
   key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("button")) return;
     const to = {
       ArrowDown: this.current + 1,
       j: this.current + 1,
@@ -347,7 +337,7 @@ class Overview {
       this.current = Math.max(0, Math.min(to, this.order.length - 1));
       this.rows.reveal(this.current);
       this.rows.again();
-      this.body.setAttribute("aria-activedescendant", "row-" + this.current);
+      this.grid.setAttribute("aria-activedescendant", "row-" + this.current);
     } else if (event.key === "Enter" && this.current >= 0) {
       const page = DATA.table[this.order[this.current]][COLUMN.page];
       if (page !== null) this.open(page);
@@ -356,9 +346,23 @@ class Overview {
     event.stopPropagation();
   }
 
+  /** What has a scroll bar of its own. */
+  scrolling() {
+    return this.body ? [this.body] : [];
+  }
+
   opened() {
     if (this.rows) this.rows.draw();
   }
+}
+
+function outcomePart([name, count]) {
+  return [words(name), count, "o-" + name, WORDS.outcomes[name]];
+}
+
+/** Of a name from a record, which may be any: it is no key of ours, and stays as it is written. */
+function recordedPart([name, count], place) {
+  return [shown(name) || "not told", count, "v-" + (place % 6), shown(name)];
 }
 
 function whyWeight(row) {
@@ -368,9 +372,20 @@ function whyWeight(row) {
 function storeText(total) {
   const said = [];
   if (!total.sampled) said.push("Nothing that was sampled is stored.");
-  else if (total.trained === total.sampled) said.push("All " + counted(total.sampled, "sampled id") + " are trained.");
+  else if (total.trained === total.sampled)
+    said.push(
+      total.sampled === 1
+        ? "The one sampled id is trained."
+        : "All " + amount(total.sampled) + " sampled ids are trained.",
+    );
   else
-    said.push(percent(total.trained, total.sampled) + " of " + counted(total.sampled, "sampled id") + " are trained.");
+    said.push(
+      percent(total.trained, total.sampled) +
+        " of " +
+        counted(total.sampled, "sampled id") +
+        (total.sampled === 1 ? " is" : " are") +
+        " trained.",
+    );
   if (total.masked)
     said.push(counted(total.masked, "rollout") + (total.masked === 1 ? " delivers" : " deliver") + " nothing.");
   if (total.damaged)

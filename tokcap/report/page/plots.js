@@ -12,15 +12,15 @@ const CATEGORY_CLASS = {
   masked: "c-8",
 };
 
-/** One bar in parts, with a legend. parts: [name, count, class, title]. */
+/** One bar in parts, with a legend. parts: [name as it is shown, count, class, title]. */
 function stackedBar(parts, what) {
   const whole = parts.reduce((sum, part) => sum + part[1], 0);
-  const told = parts.map(([name, count]) => words(name) + " " + amount(count)).join(", ");
+  const told = parts.map(([name, count]) => name + " " + amount(count)).join(", ");
   const bar = h(
     "div",
     { class: "bar", role: "img", "aria-label": what + ": " + (told || "none") },
     parts.map(([name, count, kind]) => {
-      const piece = h("span", { class: "bar-part " + kind, title: words(name) + ": " + amount(count) });
+      const piece = h("span", { class: "bar-part " + kind, title: name + ": " + amount(count) });
       piece.style.flexGrow = String(count);
       return piece;
     }),
@@ -37,7 +37,7 @@ function stackedBar(parts, what) {
           "li",
           { title },
           h("span", { class: "swatch " + kind, "aria-hidden": "true" }),
-          words(name),
+          h("span", { class: "legend-name" }, name),
           h("b", null, amount(count)),
           h("span", { class: "muted" }, percent(count, whole)),
         ),
@@ -50,7 +50,7 @@ function categoryBar(pairs) {
   const order = WORDS.categories;
   const parts = [...pairs]
     .sort((a, b) => order.indexOf(a[0]) - order.indexOf(b[0]))
-    .map(([name, count]) => [name, count, CATEGORY_CLASS[name] || "c-8", WORDS.metrics[name]]);
+    .map(([name, count]) => [words(name), count, CATEGORY_CLASS[name] || "c-8", WORDS.metrics[name]]);
   return stackedBar(parts, "Sampled ids");
 }
 
@@ -77,13 +77,14 @@ function binOf(value) {
   return 0;
 }
 
-/** series: [name, class, counts per bin of the log-prob edges], drawn on top of each other. */
+/** series: [name, class, counts per bin of the log-prob edges], drawn on top of each other; null if all are empty. */
 function logProbHistogram(series) {
   const edges = WORDS.edges,
     bins = edges.length;
   const sums = edges.map((_, bin) => series.reduce((sum, one) => sum + (one[2][bin] || 0), 0));
-  const highest = Math.max(1, ...sums),
+  const highest = largest(sums, 1),
     whole = sums.reduce((a, b) => a + b, 0);
+  if (!whole) return null;
   const left = 8,
     width = 344 / bins,
     bottom = 122,
@@ -140,7 +141,10 @@ function meanDots(calls) {
     .map((call, place) => [place, call.mean])
     .filter(([, mean]) => mean !== null && mean !== undefined);
   if (!known.length) return null;
-  const lowest = Math.min(-0.1, ...known.map(([, mean]) => mean));
+  const lowest = -largest(
+    known.map(([, mean]) => -mean),
+    0.1,
+  );
   const x = (place) => 34 + (316 * (place + 0.5)) / Math.max(calls.length, 1),
     y = (mean) => 12 + (108 * mean) / lowest;
   const drawn = [0, 0.5, 1].flatMap((part) => [
@@ -167,7 +171,7 @@ function meanDots(calls) {
 function lengthBars(calls) {
   const recorded = calls.filter((call) => call.prompt + call.sampled > 0);
   if (!recorded.length) return null;
-  const longest = Math.max(...recorded.map((call) => call.prompt + call.sampled));
+  const longest = largest(recorded.map((call) => call.prompt + call.sampled));
   const step = 316 / recorded.length,
     wide = Math.max(0.6, Math.min(step - 1, 14)),
     bottom = 122;
@@ -215,11 +219,11 @@ function lengthBars(calls) {
 /** How many have how many sampled ids, in eight bins. */
 function lengthHistogram(title, lengths, one) {
   if (lengths.length < 2) return null;
-  const longest = Math.max(...lengths),
+  const longest = largest(lengths),
     step = Math.max(1, Math.ceil((longest + 1) / 8)),
     counts = new Array(8).fill(0);
   for (const length of lengths) counts[Math.floor(length / step)]++;
-  const highest = Math.max(...counts),
+  const highest = largest(counts),
     drawn = [];
   counts.forEach((count, bin) => {
     const x = 8 + bin * 43,

@@ -231,6 +231,11 @@ class RolloutPage {
     return this.search.told();
   }
 
+  /** What has a scroll bar of its own. */
+  scrolling() {
+    return [this.tree, this.strip].filter(Boolean).map((one) => one.element);
+  }
+
   /** Once it is in the document. */
   opened(place) {
     if (this.tree) this.tree.rows.draw();

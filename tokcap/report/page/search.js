@@ -1,6 +1,7 @@
 // Search: token text (also across tokens), token ids, call ids. A prefix that trajectories share is searched once.
 
 const MOST_MATCHES = 10000;
+/** One more is looked for, to say that there are more. */
 const BORDER = 64;
 /** Tokens before the end of a shared prefix that are searched again, for a match that runs across it. */
 
@@ -32,8 +33,12 @@ class Search {
         ...(number === null ? [] : this.ids(index, number)),
         ...(query.startsWith("#") && number !== null ? [] : this.text(index, query, folded)),
       ];
-      places.sort((a, b) => a[0] - b[0]);
+      places.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+      let before = [-1, -1];
       for (const [start, end] of places) {
+        // Found as an id and as its text: that is one place, too.
+        if (start === before[0] && end === before[1]) continue;
+        before = [start, end];
         if (this.found.length >= MOST_MATCHES) {
           this.more = true;
           return;
@@ -46,7 +51,7 @@ class Search {
   ids(index, number) {
     const { ids } = this.rollout.trajectory(index),
       found = [];
-    for (let at = this.rollout.trajectories[index].shared; at < ids.length && found.length < MOST_MATCHES; at++)
+    for (let at = this.rollout.trajectories[index].shared; at < ids.length && found.length <= MOST_MATCHES; at++)
       if (ids[at] === number) found.push([at, at + 1]);
     return found;
   }
@@ -55,10 +60,14 @@ class Search {
     const { joined, offsets, first } = this.joined(index, folded),
       shared = this.rollout.trajectories[index].shared,
       found = [];
-    for (let at = joined.indexOf(query); at >= 0 && found.length < MOST_MATCHES; at = joined.indexOf(query, at + 1)) {
+    let before = [-1, -1];
+    for (let at = joined.indexOf(query); at >= 0 && found.length <= MOST_MATCHES; at = joined.indexOf(query, at + 1)) {
       const start = first + tokenOf(offsets, at),
         end = first + tokenOf(offsets, at + query.length - 1) + 1;
-      if (end > shared) found.push([start, end]);
+      // Twice in the text of one token is one place.
+      if (end <= shared || (start === before[0] && end === before[1])) continue;
+      before = [start, end];
+      found.push(before);
     }
     return found;
   }

@@ -142,7 +142,7 @@ class Strip {
     const told = versions.length
       ? [
           (versions.length > 1 ? "policy versions " : "policy version ") +
-            versions.map((version) => shown(version).slice(0, 40)).join(", "),
+            versions.map((version) => beginning(shown(version), 40)).join(", "),
         ]
       : [];
     for (const { at, call } of this.sequence.drifts) {

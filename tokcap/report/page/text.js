@@ -10,6 +10,15 @@ function escaped(char) {
   return code < 0x10000 ? "\\u" + code.toString(16).padStart(4, "0") : "\\U" + code.toString(16).padStart(8, "0");
 }
 
+/** The first characters of a text, none of them halved. */
+function beginning(text, most) {
+  return text.length <= most
+    ? text
+    : Array.from(text.slice(0, 2 * most))
+        .slice(0, most)
+        .join("");
+}
+
 /** One line of text from a record. */
 function shown(text) {
   return String(text).replace(HIDDEN, escaped);
@@ -28,6 +37,11 @@ function amount(number) {
 
 function counted(number, one, many = one + "s") {
   return amount(number) + " " + (number === 1 ? one : many);
+}
+
+/** The largest of numbers, however many: as arguments of one call they may be more than a browser takes. */
+function largest(numbers, least = 0) {
+  return numbers.reduce((most, number) => (number > most ? number : most), least);
 }
 
 function percent(part, whole) {
@@ -68,7 +82,13 @@ function age(value) {
 }
 
 function moment(unixSeconds) {
-  return unixSeconds ? new Date(unixSeconds * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC" : "\u2013";
+  const date = new Date(unixSeconds * 1000);
+  // A clock, or a file, may tell what is no date.
+  if (!unixSeconds || Number.isNaN(date.getTime())) return "\u2013";
+  return date
+    .toISOString()
+    .replace("T", " ")
+    .replace(/\.\d+Z$/, " UTC");
 }
 
 function logProbText(value) {

@@ -6,9 +6,11 @@ class Timeline {
     this.select = select;
     this.current = null;
     this.timed = rollout.calls.filter((call) => call.began !== null);
-    this.until = Math.max(...this.timed.map((call) => call.began + (call.took || 0)), 0) || 1e-6;
+    this.until = largest(this.timed.map((call) => call.began + (call.took || 0))) || 1e-6;
     this.lanes = this.placed();
-    this.lane = Math.max(3, Math.min(16, Math.floor(240 / this.lanes)));
+    // However many were at work at once, it is no taller than this.
+    this.lane = Math.min(16, 240 / this.lanes);
+    this.bar = this.lane > 4 ? this.lane - 2 : this.lane;
     this.canvas = h("canvas", {
       class: "timeline",
       role: "img",
@@ -89,23 +91,23 @@ class Timeline {
     }
     for (const call of this.timed) {
       const [x, wide] = this.box(call),
-        y = call.lane * this.lane + 1;
+        y = call.lane * this.lane + (this.lane - this.bar) / 2;
       pen.fillStyle = colour["outcome-" + call.outcome];
-      pen.fillRect(x, y, wide, this.lane - 2);
+      pen.fillRect(x, y, wide, this.bar);
       if (call.outcome === "lost" || call.outcome === "open") {
         pen.fillStyle = hatched(pen, window.devicePixelRatio || 1);
         pen.globalAlpha = 0.45;
-        pen.fillRect(x, y, wide, this.lane - 2);
+        pen.fillRect(x, y, wide, this.bar);
         pen.globalAlpha = 1;
       }
       if (call.relation === "drifted") {
         pen.fillStyle = colour.drift;
-        pen.fillRect(x, y, 2, this.lane - 2);
+        pen.fillRect(x, y, 2, this.bar);
       }
       if (this.current === call.place) {
         pen.strokeStyle = colour.ink;
         pen.lineWidth = 1.5;
-        pen.strokeRect(x - 0.5, y - 0.5, wide + 1, this.lane - 1);
+        pen.strokeRect(x - 0.5, y - 0.5, wide + 1, this.bar + 1);
         pen.lineWidth = 1;
       }
     }

@@ -82,13 +82,6 @@ class Tree {
         "aria-selected": index === this.current ? "true" : "false",
         "data-call": call.place,
         "data-level": level,
-        "aria-label":
-          call.name +
-          ", " +
-          relationText(call) +
-          ", " +
-          words(call.outcome) +
-          (call.verdict ? ", " + words(call.verdict) : ""),
         onclick: () => {
           this.move(index);
           this.select(call.place);
@@ -99,7 +92,14 @@ class Tree {
         class: "dot o-" + call.outcome + (call.verdict && call.verdict !== "trained" ? " hollow" : ""),
         "aria-hidden": "true",
       }),
-      h("span", { class: "call-line" }, h("span", { class: "call-name" }, call.name), notes),
+      h(
+        "span",
+        { class: "call-line" },
+        h("span", { class: "call-name" }, call.name),
+        notes,
+        // What the colour of the dot says, where no badge says it.
+        notes.length ? null : h("span", { class: "unseen" }, words(call.verdict || call.outcome)),
+      ),
       h("span", { class: "call-note" }, relationText(call) + siblingText(call)),
       h(
         "span",

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ..store.frame import ACKNOWLEDGED, LAST_IN_BATCH, SPACE, TRAILER_SIZE, UNACKNOWLEDGED, Buffer, Kind
-from ..store.log import SegmentRead
-from ..store.records import SealRecord
+from .frame import ACKNOWLEDGED, LAST_IN_BATCH, SPACE, TRAILER_SIZE, UNACKNOWLEDGED, Buffer, Kind
+from .log import SegmentRead
+from .records import SealRecord
 
 __all__ = ("Changed", "changed_bytes", "changed_space", "odd_frames")
 

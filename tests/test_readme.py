@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 import pytest
 import yaml
@@ -172,3 +173,26 @@ def test_the_configuration_of_serving_has_all_three_blocks(monkeypatch: pytest.M
 def test_every_serving_setting_is_named() -> None:
     for setting in ServingSettings.__struct_fields__:
         assert f"`{setting}`" in README, setting
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every call of the command that is shown: its verb, and the rest of the line or of the code span."""
+    return re.findall(r"(?<!from )(?<![\w/.\"])tokcap ([a-z]+)\b([^`\n|#]*)", README)
+
+
+def test_verbs_and_options_that_are_shown_are_there() -> None:
+    from click import Context
+
+    from tokcap.cli.group import VERBS, tokcap
+
+    there = {verb: tokcap.get_command(Context(tokcap), verb) for verb, _ in VERBS}
+    shown = [(verb, rest) for verb, rest in commands() if verb in there]
+    assert {verb for verb, _ in shown} == set(there)
+    for verb, rest in shown:
+        command = there[verb]
+        if isinstance(command, click.Group) and (name := rest.split()[:1]):
+            command = command.get_command(Context(command), name[0])
+        assert command is not None, f"tokcap {verb}{rest}"
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for option in re.findall(r"(?<=\s)--?[a-z][a-z-]*", rest):
+            assert option in options, f"tokcap {verb}{rest}: {option}"

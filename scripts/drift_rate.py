@@ -9,6 +9,7 @@ or a rollout can't be read, 2 for wrong usage.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import signal
 import sys
@@ -43,11 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = Run()
     try:
         store = open_to_look(options.dir)
-        wanted = wanted_ids(store, options.rollouts)
+        unlisted: dict[str, TokcapError] = {}
+        wanted = wanted_ids(store, options.rollouts, unlisted=unlisted)
         tokenizer = TokenizerBytes(options.tokenizer) if options.tokenizer else None
         texts = Texts(pieces_of_store(store), tokenizer)
     except TokcapError as error:
         parser.error(str(error))
+    run.unreadable = {name: str(error) for name, error in unlisted.items()}
     for rollout_id in wanted:
         try:
             with store.read_now(rollout_id) as snapshot:
@@ -98,9 +101,10 @@ class Run:
 
     def told(self) -> dict[str, object]:
         tables = {f"by_{name}": dict(table) for name, table in self.by.items()}
-        counts = {"rollouts": self.rollouts, "retired": self.retired, "turns": self.turns, "drifted": self.drifted}
+        counts = {"rollouts": self.rollouts, "retired": self.retired, "turns": self.turns}
         return counts | tables | {
-            "rate": self.rate, "lost_ids": self.lost, "by_kind": self.kinds, "other_calls": self.others,
+            "drifted_calls": self.drifted, "drift_lost": self.lost,
+            "drift_rate": self.rate if self.turns else None, "kinds": self.kinds, "other_calls": self.others,
             "unreadable": self.unreadable,
         }  # fmt: skip
 
@@ -150,4 +154,6 @@ def shown(text: str) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal can't show is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

@@ -21,6 +21,7 @@ weight, and it weighs no more than another. Advantages are those of GRPO; put yo
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections import Counter, defaultdict
@@ -149,4 +150,6 @@ def write_whole(path: Path, arrays: Arrays) -> None:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal can't show is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

@@ -7,6 +7,7 @@ Looks at a live store or at a copy of one; nothing is written into it. Exit stat
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import signal
 import sys
@@ -123,4 +124,6 @@ def told(row: RolloutRow) -> dict[str, object]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal can't show is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

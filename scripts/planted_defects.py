@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import io
 import logging
 import random
 import shlex
@@ -200,4 +201,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal can't show is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

@@ -14,6 +14,7 @@ more than `--threshold`, or something could not be compared; 2 for wrong usage.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import signal
 import sys
@@ -187,4 +188,6 @@ def read_scores(path: str) -> Scores:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal can't show is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

@@ -8,6 +8,7 @@ writing into the store; rollouts that have not changed are remembered from run t
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -177,4 +178,6 @@ def shown(text: Any) -> str:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal can't show is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

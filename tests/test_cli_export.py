@@ -112,6 +112,26 @@ def test_a_rollout_is_exported_by_name_though_another_one_is_damaged(
     assert {record["rollout_id"] for record in read(tmp_path / "out.jsonl", "trajectory")} == {"linear-0"}
 
 
+def test_reasons_name_files_without_their_directory(
+    directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for segment in Path(directory).glob("rollouts/*/linear-0/*/v1/*.seg"):
+        data = bytearray(segment.read_bytes())
+        data[data.index(recordings.load("linear-0").entries[0].response_id.encode())] ^= 1
+        segment.write_bytes(data)
+    assert main(["export", "linear-*", "--dir", directory, "--to", str(tmp_path / "out.jsonl")]) == 0
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "linear-0: " in line)
+    assert ".seg" in said and directory not in said
+
+
+def test_nothing_to_export_writes_nothing_and_says_so(
+    directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "nobody-*", "--dir", directory, "--to", str(tmp_path / "out.jsonl")]) == 1
+    assert capsys.readouterr() == ("0 rollouts, 0 records, 0 B; nothing was written\n", "tokcap: nothing matches\n")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_what_changed_since_is_named_with_what_to_do(
     directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -336,15 +336,15 @@ def test_one_rollout_that_cannot_be_read_hides_no_other(tmp_path: Path, capsys: 
     (path / ("0" * 32)).mkdir()  # a second incarnation
     status, out, err = run(capsys, "calls", "--dir", tmp_path / "store")
     rows = {row["ROLLOUT"]: row for row in rows_of(out)}
-    assert (status, err) == (0, "")
+    assert (status, err) == (4, "")
     assert (rows["a"]["OUTCOME"], rows["b"]["OUTCOME"], rows["c"]["OUTCOME"]) == ("recorded", "unreadable", "recorded")
     assert "two incarnations" in rows["b"]["REASON"]
     status, out, err = run(capsys, "calls", "b", "--dir", tmp_path / "store")
-    assert (status, err, rows_of(out)[0]["OUTCOME"]) == (1, "", "unreadable")
+    assert (status, err, rows_of(out)[0]["OUTCOME"]) == (4, "", "unreadable")
     status, _, err = run(capsys, "show", "b", "--dir", tmp_path / "store")
     assert status == 4 and "two incarnations" in err
     status, out, _ = run(capsys, "drift", "--dir", tmp_path / "store", "--json")
-    assert status == 0 and [json.loads(line).get("rollout_id") for line in out.splitlines()] == ["b", None]
+    assert status == 4 and [json.loads(line).get("rollout_id") for line in out.splitlines()] == ["b", None]
 
 
 def test_nothing_that_matches_is_no(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

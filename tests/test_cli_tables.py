@@ -65,6 +65,28 @@ def test_a_wide_terminal_shows_more(store: Path) -> None:
     assert "REASON" in headings(80)
 
 
+@pytest.mark.parametrize("columns", [20, 30, 40])
+def test_numbers_and_names_stay_in_one_piece_on_narrow_terminals(tmp_path: Path, columns: int) -> None:
+    rollout, call, amount = "task-00012-sample-0003-attempt-1", "call-" + "0" * 32, 123_456
+    with FileStore(tmp_path / "store") as made:
+        made.put_now(TokenEntry(rollout, call, [1] * amount, [70_001], [-0.5], model="m" * 12))
+        made.begin_call_now(rollout, "other")
+        made.settle_call_now(rollout, "other", "lost", DETAIL)
+        made.freeze_now(rollout).close()
+    where = ("--dir", str(tmp_path / "store"))
+
+    def words(*arguments: str) -> set[str]:
+        return set(" ".join(shown(columns, *arguments, *where)).split())
+
+    assert {rollout, call, "recorded"} <= words("calls")
+    assert {rollout, "frozen", "lost"} <= words("ls")
+    assert f"{amount + 1:,}" in words("show", rollout)
+    assert {rollout, "frozen"} <= words("du")
+    assert {str(amount), "70001", "-0.5000"} <= words("cat", rollout, call)
+    assert {"m" * 12, "100.0%"} <= words("stats", "--by", "model")
+    assert {"write", "amplification", "trained"} <= words("stats")
+
+
 def test_a_pipe_gets_every_column(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tokcap.command import main
 

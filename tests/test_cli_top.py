@@ -21,7 +21,8 @@ import pytest
 from tokcap import FileStore, TokenEntry
 from tokcap.command import main
 from tokcap.inspection import following
-from tokcap.inspection.following import CallEvent, Disk, Follower, last_calls
+from tokcap.inspection.events import CallEvent, last_calls
+from tokcap.inspection.following import Disk, Follower
 from tokcap.inspection.pulse import Pulse
 
 from .looked_at_stores import recorded_store
@@ -271,6 +272,54 @@ def test_tail_shows_the_last_ones(store_dir: Path, capsys: pytest.CaptureFixture
     assert len({(call["rollout_id"], call["model_call_id"]) for call in calls}) == 247
     assert [call["at"] for call in calls] == sorted(call["at"] for call in calls)
     assert {call["outcome"] for call in calls} == {"recorded", "lost", "no_generation"}
+
+
+@pytest.fixture
+def partly_unreadable(store_dir: Path) -> Path:
+    """One rollout is well, one is two at once, one has a damaged record."""
+    with FileStore(store_dir) as store:
+        for name in ("good", "bad", "damaged"):
+            store.begin_call_now(name, "a")
+            store.put_now(TokenEntry(name, "a", list(range(99)), [1], [-0.5], extra={"filler": "x" * 999}))
+            store.put_now(TokenEntry(name, "b", [*range(99), 1, 2], [1], [-0.5]))  # its prompt runs through the other
+            store.freeze_now(name).close()
+    (two,) = store_dir.glob("rollouts/*/bad")
+    (two / ("0" * 32) / "v1").mkdir(parents=True)
+    for segment in store_dir.glob("rollouts/*/damaged/*/v1/*.seg"):
+        data = bytearray(segment.read_bytes())
+        data[data.index(b"xxxxx")] ^= 1
+        segment.write_bytes(data)
+    return store_dir
+
+
+def test_tail_names_what_cannot_be_read_once(partly_unreadable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tail", "--dir", str(partly_unreadable)]) == 4
+    told = capsys.readouterr()
+    assert "good" in told.out and "bad" not in told.out
+    assert told.err.count("tokcap: bad can't be read: ") == len(told.err.splitlines()) == 1
+    (damaged,) = (line for line in told.out.splitlines() if "\tdamaged\tb\t" in line)
+    assert ".seg" in damaged and str(partly_unreadable) not in damaged
+
+
+def test_top_counts_what_cannot_be_read(
+    partly_unreadable: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = ["top", "--once", "--interval", "0.1", "--dir", str(partly_unreadable)]
+    shard = next(partly_unreadable.glob("rollouts/*/good")).parent
+    real = os.listdir
+
+    def listdir(path: Any = ".") -> list[str]:
+        if path == str(shard):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    assert main(once) == 0
+    assert " 1 can't be read" in capsys.readouterr().out
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert main([*once, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unreadable"] == 2
+    assert main(["tail", "--dir", str(partly_unreadable)]) == 4
+    assert f"rollouts/{shard.name} can't be read: " in capsys.readouterr().err
 
 
 def test_top_once(store_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -31,6 +32,7 @@ from tokcap.inspection import repair as repair_findings
 from tokcap.store import FileStore
 from tokcap.store.fence import lock, open_fence
 from tokcap.store.files import Files
+from tokcap.store.layout import Layout
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -287,15 +289,6 @@ def test_what_is_repaired_is_found_no_more_or_known_and_the_store_goes_on(root: 
     assert {finding["level"] for finding in found_by(run)} <= {"known"}
 
 
-def test_a_rollout_that_is_moved_to_quarantine_from_a_wrong_place_is_named_with_its_own(root: Path, run: Run) -> None:
-    rollout = one("rollouts/*/a-open", root)
-    rename_shard(rollout)
-    status, out, _ = run("--repair")
-    assert status == 0
-    (line,) = [line for line in out.splitlines() if "moved " in line]
-    assert line.endswith(f"nothing is lost of it yet: rollout a-open where nobody looks for it; its place is {rollout}")
-
-
 def readable_of(root: Path, rollout_id: str) -> tuple[set[str], bool]:
     with FileStore(root, read_only=True) as store:
         try:
@@ -313,9 +306,15 @@ def assert_private(quarantine: Path) -> None:
         assert (folder.stat().st_mode & 0o777, note.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
+def place_of(root: Path, rollout_id: str) -> str:
+    return os.path.relpath(Layout(str(root)).rollout(rollout_id), root)
+
+
 def assert_nothing_lost(root: Path, spoilt: dict[str, bytes | None]) -> None:
-    """What is not in its place any more is in quarantine, byte for byte."""
+    """What is not in its place any more is in quarantine, byte for byte, or was put back into the right one."""
     kept = {path.read_bytes() for path in (root / "quarantine").rglob("*") if path.is_file()}
+    if place_of(root, "a-open") not in spoilt:
+        kept |= {path.read_bytes() for path in root.glob("rollouts/*/a-open/*/*") if path.is_file()}
     for name, data in spoilt.items():
         path = root / name
         if data is not None and not (path.is_file() and path.read_bytes() == data):
@@ -357,6 +356,62 @@ def test_segment_without_link_and_manifest_is_lost_and_stays_where_it_is(
         assert readable_of(root, name) == ({"c0", "c1", "c2"} - {f"c{number - 1}"}, True)
         assert {(finding["level"], finding["kind"]) for finding in found_by(run)} == {("known", "missing")}
         assert segment.exists()
+
+
+def test_missing_file_that_says_damage_beside_a_manifest_that_states_it_is_made_again(root: Path, run: Run) -> None:
+    lose_marker_of_damage(root)
+    assert run("--repair")[0] == 0
+    marker = one("rollouts/*/b-frozen/*/v3/damaged", root)
+    marker.unlink()
+    (found,) = [finding for finding in found_by(run) if finding["level"] == "warning"]
+    assert "it states damage, and the file is missing" in found["what"]
+    assert "tokcap verify --repair makes the file again" in found["advice"]
+    assert f"would have made {marker} again" in run("--repair", "--dry-run")[1]
+    assert not marker.exists()
+    assert f"made {marker} again" in run("--repair")[1]
+    assert (marker.read_bytes(), marker.stat().st_mode & 0o777) == (b"", 0o600)
+    assert {finding["level"] for finding in found_by(run)} == {"known"}
+
+
+def test_file_that_says_damage_beside_a_manifest_that_states_none_is_left_to_the_user(root: Path, run: Run) -> None:
+    marker = one("rollouts/*/b-frozen/*/v2", root) / "damaged"
+    marker.touch(mode=0o600)
+    (found,) = found_by(run)
+    assert (found["level"], found["kind"]) == ("warning", "manifest")
+    assert "it states no damage" in found["what"]
+    assert "remove the file `damaged`" in found["advice"]
+    status, out, _ = run("--repair")
+    assert status == 0
+    assert "left to you: " in out
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("call", ["create", "fdatasync", "fsync_directory"])
+def test_file_that_says_damage_is_not_left_half_made_on_a_failing_disk(
+    root: Path, run: Run, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    lose_marker_of_damage(root)
+    assert run("--repair")[0] == 0
+    one("rollouts/*/b-frozen/*/v3/damaged", root).unlink()
+    before = files_of(root)
+    real = getattr(Files, call)
+    calls = 0
+
+    def failing(self: Files, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            raise OSError(5, "Input/output error", str(arguments[0]))
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Files, call, failing)
+    for fail_at in range(1, 40):
+        calls = 0
+        if run("--repair")[0] == 0:
+            break
+        assert files_of(root) == before, fail_at
+    assert 1 < fail_at < 39
+    assert one("rollouts/*/b-frozen/*/v3/damaged", root).exists()
 
 
 def test_two_incarnations_that_hold_records_are_left_to_the_user(root: Path, run: Run) -> None:
@@ -410,7 +465,7 @@ def test_repair_that_would_lose_something_is_undone(root: Path, run: Run, monkey
     flip(one("rollouts/*/b-frozen/*/v2/manifest", root), 60)
     plant_file(one("rollouts/*/b-frozen", root) / "core")
     before = files_of(root)
-    monkeypatch.setattr(import_module("tokcap.inspection.repair"), "_gone", lambda *_: "a record could not be read")
+    monkeypatch.setattr(import_module("tokcap.inspection.mending"), "gone", lambda *_: "a record could not be read")
     status, out, _ = run("--repair")
     assert status == 1
     assert "it was undone" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import grp
 import gzip
 import json
 import os
@@ -20,6 +21,7 @@ import pytest
 from tests import recordings
 from tests.nemo_gym_directory import unpacked
 from tokcap import FileStore, TokenEntry
+from tokcap.command import main
 from tokcap.errors import StoreNotFoundError
 from tokcap.transfer import Imported, ImportedRollout, import_nemo_gym, import_traffic, importing, nemo_gym
 from tokcap.transfer.nemo_gym import lineage_digest
@@ -660,3 +662,16 @@ def test_an_import_killed_anywhere_and_repeated_gives_the_same_store(kind: str, 
         assert contents(one) == contents(other)
     assert os.path.isdir(tmp_path / "killed")
     shutil.rmtree(tmp_path / "killed")
+
+
+@pytest.mark.parametrize("kind", ["nemo-gym", "traffic"])
+def test_a_store_that_a_unix_group_shares_is_imported_into(kind: str, gym: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    group = grp.getgrgid(os.getgid()).gr_name
+    if kind == "traffic":
+        import_traffic(recordings.TRAFFIC / "linear-1.jsonl.gz", shared, group=group)
+    else:
+        import_nemo_gym(gym, shared, group=group)
+    assert shared.stat().st_mode & 0o7777 == 0o2770
+    source = str(gym if kind == "nemo-gym" else recordings.TRAFFIC / "linear-1.jsonl.gz")
+    assert main(["import", kind, source, "--unix-group", group, "--dir", str(shared)]) == 0

@@ -176,7 +176,7 @@ class Racing(Files):
     def read(self, fd: int, length: int, offset: int) -> bytes:
         data = super().read(fd, length, offset)
         entry = data.find(b"c0", data.find(b"c0") + 1)
-        if length > 400 and entry > 0 and self.times > 0:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".seg") and entry > 0 and self.times > 0:
             self.times -= 1
             return data[: entry - 16] + bytes(32) + data[entry + 16 :]
         return data

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import threading
 import time
 from itertools import pairwise
@@ -18,10 +19,22 @@ import numpy as np
 import pytest
 
 from tokcap import FileStore, TokenEntry, build
-from tokcap.inspection import LOG_PROB_EDGES, RolloutRow, fingerprint, row_of, rows, scan, wanted_ids, workers
+from tokcap.inspection import (
+    LOG_PROB_EDGES,
+    RolloutRow,
+    fingerprint,
+    marks,
+    row_of,
+    rows,
+    scan,
+    unchanged,
+    wanted_ids,
+    workers,
+)
 from tokcap.inspection import cache as cache_module
 from tokcap.inspection.cache import Kept, RowCache, cache_directory, decode_rows, encode_rows
 from tokcap.inspection.keeping import kept_of
+from tokcap.inspection.unchanged import Question
 from tokcap.store.files import Files
 from tokcap.store.frame import ACKNOWLEDGED
 
@@ -632,3 +645,51 @@ def test_no_process_stays_when_a_look_is_interrupted(recorded: Path, monkeypatch
         rows(looking(recorded), remember=False, workers=2, progress=stop)
     assert len(started) == 2
     assert all(process.returncode is not None for process in started)
+
+
+# ---- two processes
+
+
+@pytest.fixture
+def questions(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> list[Question]:
+    """What is asked of every rollout of a store that nobody changes, and of some that are not what they were."""
+    monkeypatch.setattr(fingerprint, "_SETTLED_NS", 0)
+    rollouts = os.open(recorded / "rollouts", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        paths = sorted(path.relative_to(recorded / "rollouts").as_posix() for path in recorded.glob("rollouts/*/*"))
+        seen = [(path, fingerprint.see(rollouts, path)) for path in paths]
+    finally:
+        os.close(rollouts)
+    right = [(path, one.mark, one.folder, one.names) for path, one in seen]
+    wrong = [(path, mark ^ 1, folder, names) for path, mark, folder, names in right[:3]]
+    return [*right, *wrong, ("00/nobody", 1, "", ""), ("00/n\u00f6body", 1, "", "")]
+
+
+def answers(directory: Path, asked: list[Question]) -> list[bool]:
+    return unchanged.are_unchanged(f"{directory}/rollouts", asked)
+
+
+@pytest.mark.parametrize("worth", [1, 10**9])
+def test_two_processes_find_what_one_finds(
+    recorded: Path, questions: list[Question], worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unchanged, "_WORTH_A_PROCESS", worth)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    asked = questions[:-1]  # the last one has a name that is only looked at here
+    assert answers(recorded, asked) == [True] * 25 + [False] * 4
+    assert answers(recorded, asked[::-1]) == [False] * 4 + [True] * 25
+    assert answers(recorded, questions) == [True] * 25 + [False] * 5
+
+
+@pytest.mark.parametrize("program", ["", "raise SystemExit(1)", "print(end='1')", "import os; os.close(0)"])
+def test_what_the_other_process_does_not_answer_is_looked_at_here(
+    recorded: Path, questions: list[Question], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unchanged, "_WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    (tmp_path / "other.py").write_text(program)
+    expected = answers(recorded, questions)
+    monkeypatch.setattr(marks, "__file__", str(tmp_path / "other.py"))
+    assert answers(recorded, questions) == expected
+    monkeypatch.setattr(sys, "executable", "/no/such/program")
+    assert answers(recorded, questions) == expected

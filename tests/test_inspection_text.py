@@ -227,10 +227,10 @@ def test_drifted_turns_are_counted_per_turn_that_had_something_to_extend() -> No
     view = view_of(given, token_bytes=told)
     totals = DriftTotals()
     totals.add(view)
-    assert (totals.turns, totals.drifted, totals.restarted, totals.lost) == (2, 1, 1, 3)
-    assert (totals.rate, totals.kinds) == (0.5, {"retokenised": 1})
+    assert (totals.turns, totals.drifted_calls, totals.restarted_calls, totals.drift_lost) == (2, 1, 1, 3)
+    assert (totals.drift_rate, totals.kinds) == (0.5, {"retokenised": 1})
     (turn,) = drifted_turns(view, context=1)
     assert (turn.call, turn.nearest, turn.index, turn.kept, turn.lost) == (("b", 0), ("a", 0), 2, 0, 3)
     assert (turn.start, turn.before.tolist(), turn.after.tolist()) == (1, [2, 3], [2, 5])
     assert [turn.relation for turn in drifted_turns(view, restarted=True)] == ["drifted", "restarted"]
-    assert DriftTotals().rate == 0.0
+    assert DriftTotals().drift_rate is None

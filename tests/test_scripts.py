@@ -216,14 +216,56 @@ def test_the_drift_rate_of_the_recorded_traffic(recorded: Path, capsys: pytest.C
         with open_to_look(recorded).read_now(rollout_id) as snapshot:
             built = build(snapshot)
         drifts += sum(not drift.before_answer for drift in built.drifts)
-    assert run["drifted"] == drifts == 50
+    assert run["drifted_calls"] == drifts == 50
     assert run["by_group"]["token-in"][1] == 0  # prompts given as ids
     assert sum(turns for turns, _ in run["by_turn"].values()) == run["turns"]
-    assert sum(run["by_kind"].values()) == drifts
+    assert sum(run["kinds"].values()) == drifts
     assert drift_rate.main(["--dir", str(recorded), "--most", "0.1"]) == 1
     assert "50 of " in capsys.readouterr().out
     assert drift_rate.main(["--dir", str(recorded), "token-in-*"]) == 0
     assert "0 of " in capsys.readouterr().out
+
+
+def test_a_directory_that_cannot_be_listed_stops_no_drift_rate(
+    store_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FileStore(store_dir) as store:
+        for name in ("a", "b"):
+            store.put_now(TokenEntry(name, "c", [1], [2], [-0.5]))
+            store.freeze_now(name).close()
+    shard = next(store_dir.glob("rollouts/*/b")).parent
+    real = os.listdir
+
+    def listdir(path: Any = ".") -> list[str]:
+        if path == str(shard):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert drift_rate.main(["--dir", str(store_dir)]) == 1
+    said = capsys.readouterr()
+    assert "in 1 rollouts" in said.out
+    assert f"can't read rollouts/{shard.name}: " in said.err
+
+
+@pytest.mark.parametrize(
+    "command", [["masked_rollouts"], ["drift_rate"], ["store_health"], ["export_for_trainer", "--out", "größe"]]
+)
+def test_names_are_printed_whatever_the_terminal_takes(command: list[str], store_dir: Path, tmp_path: Path) -> None:
+    with FileStore(store_dir) as store:
+        store.put_now(TokenEntry("r", "c", [1], [2], [float("nan")], model="modèle"))
+        store.put_now(TokenEntry("r", "d", [1, 2, 3], [4], [-0.5], model="modèle"))
+        store.finish_now("r", {"group": "größe"})
+        store.freeze_now("r").close()
+    (store_dir / "rollouts" / "00").mkdir(exist_ok=True)
+    (store_dir / "rollouts" / "00" / "größe-\u6f22").mkdir()
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / f"{command[0]}.py", *command[1:], "--dir", store_dir],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}, capture_output=True, check=False,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert b"Traceback" not in done.stderr, done.stderr.decode()
+    assert done.stdout
 
 
 # ---- re-scored log-probs

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import as_json, directory, rollout_globs
-from .status import NO
+from .status import NO, REFUSED
 
 if TYPE_CHECKING:
+    from ..errors import TokcapError
     from ..inspection import CallView, RolloutView
 
 __all__ = ("call_facts", "calls_verb")
@@ -49,6 +50,8 @@ def calls_verb(
 ) -> int:
     """List calls, one a line, in the order in which they began; with the reason where one has no record.
 
+    Exit status 1 if no call matches, 4 if something can't be read.
+
     \b
     Examples:
       tokcap calls rollout-17
@@ -59,12 +62,17 @@ def calls_verb(
 
     from ..inspection import open_to_look
     from ..inspection.wanted import is_named
-    from .naming import meant, texts_of, views_of
+    from .naming import meant, nothing, say_unlisted, texts_of, views_of
     from .output import line, print_json, print_table
     from .progress import progress_bar
 
     store = open_to_look(directory)
-    ids = meant(store, globs)
+    asked = bool(globs or outcome or verdict or drifted or unknown_log_probs or models)
+    unlisted: dict[str, TokcapError] = {}
+    ids = meant(store, globs, unlisted)
+    if not ids and not unlisted:
+        return nothing(store.directory, asked=asked)
+    say_unlisted(unlisted)
     texts = texts_of(store, None, ids[:1]) if ids else None  # as `tokcap drift` does, so that both say the same
     if limit is None:
         limit = _CALLS if sys.stdout.isatty() and not as_json else 0
@@ -98,7 +106,7 @@ def calls_verb(
                 print_json({"rollout_id": rollout_id, "error": str(view)})
             else:
                 print_json({"rollout_id": rollout_id} | call_facts(view, call))
-        return 0 if matched else NO
+        return REFUSED if failed or unlisted else 0 if matched or not asked else NO
     rows = ([rollout_id, *_row(view, call)] for rollout_id, view, call in chosen)
     cut = False
 
@@ -114,8 +122,8 @@ def calls_verb(
     if cut:
         line("... and more (--limit 0 shows all)")
     if not matched and not failed:
-        sys.stderr.write("tokcap: no call matches\n")
-    return 0 if matched else NO
+        sys.stderr.write("tokcap: no call matches\n" if asked else "tokcap: no calls\n")
+    return REFUSED if failed or unlisted else 0 if matched or not asked else NO
 
 
 _COLUMNS: list[tuple[str, Any]] = [

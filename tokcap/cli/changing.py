@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from .choosing import duration
-from .options import as_json, complete_rollout, directory, rollout_argument
+from .options import as_json, complete_rollout, directory, rollout_argument, unix_group
 from .status import NO, NotThereError
 
 if TYPE_CHECKING:
@@ -20,10 +20,6 @@ __all__ = ("reset_verb", "retire_verb", "sweep_verb")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SHOWN = 20
-
-
-def _group(function: _F) -> _F:
-    return click.option("--group", metavar="GROUP", help="The group that shares the store, if one does.")(function)
 
 
 def _yes(function: _F) -> _F:
@@ -49,7 +45,7 @@ def _ask(question: str, yes: bool) -> None:
 @click.option("--current", is_flag=True, help="Whatever is published now; it is shown first.")
 @_yes
 @directory
-@_group
+@unix_group
 @as_json
 def retire_verb(
     rollout: str,
@@ -58,13 +54,13 @@ def retire_verb(
     current: bool,
     yes: bool,
     directory: str | None,
-    group: str | None,
+    unix_group: str | None,
     as_json: bool,
 ) -> int:
     """Remove exactly one version of one snapshot, whose consumer has it safely. A tombstone stays.
 
     Exit status 1 if it was not removed, with the reason: it was said late that a call ended otherwise, so that the
-    version is stale; or the rollout is open, absent, or another one by now.
+    version is stale; or the rollout is open, or another one by now. 3 if it isn't there.
 
     \b
     Examples:
@@ -74,13 +70,14 @@ def retire_verb(
     from ..ids import check_rollout_id
     from ..inspection import open_to_look
     from ..inspection.opening import open_to_change
+    from .naming import stat_of
 
     check_rollout_id(rollout)
     if current and (snapshot_id is not None or version is not None):
         raise click.UsageError("either --current, or --snapshot-id and --version")
     with open_to_look(directory) as looking:
         root = looking.directory
-        stat = looking.stat_now(rollout)
+        stat = stat_of(looking, rollout)
     if current:
         if stat.state != "frozen":
             return _not_retired(rollout, "", 0, stat, as_json)
@@ -89,7 +86,7 @@ def retire_verb(
         _ask(f"Retire version {version} of rollout {rollout} in {root}?", yes)
     elif snapshot_id is None or version is None:
         raise click.UsageError(_which(rollout, stat, directory))
-    with open_to_change(root, group=group) as store:
+    with open_to_change(root, group=unix_group) as store:
         if not store.retire_now(rollout, snapshot_id=snapshot_id, version=version):
             return _not_retired(rollout, snapshot_id, version, store.stat_now(rollout), as_json)
     _say_retired(rollout, snapshot_id, version, root, as_json)
@@ -114,7 +111,7 @@ def _state(stat: RolloutStat) -> str:
         return f"retired already: version {stat.version} of {stat.snapshot_id}"
     return {
         "open": "open: nothing is published that could be retired; freeze it first",
-        "absent": "absent: nothing of it is here",
+        "absent": "absent: nothing of it is here any more",
     }.get(stat.state, stat.state)
 
 
@@ -155,7 +152,7 @@ def _not_retired(rollout: str, snapshot_id: str, version: int, stat: RolloutStat
             {
                 "rollout_id": rollout,
                 "retired": False,
-                "why": why,
+                "reason": why,
                 "state": stat.state,
                 "snapshot_id": stat.snapshot_id,
                 "version": stat.version,
@@ -182,9 +179,11 @@ def _say_retired(rollout: str, snapshot_id: str, version: int, root: str, as_jso
 @click.argument("rollouts", metavar="ROLLOUT...", nargs=-1, required=True, shell_complete=complete_rollout)
 @_yes
 @directory
-@_group
+@unix_group
 @as_json
-def reset_verb(rollouts: tuple[str, ...], yes: bool, directory: str | None, group: str | None, as_json: bool) -> int:
+def reset_verb(
+    rollouts: tuple[str, ...], yes: bool, directory: str | None, unix_group: str | None, as_json: bool
+) -> int:
     """Forget rollouts, whatever their state: calls, tokens, snapshots and tombstones are gone.
 
     What calls that began before still want to say is refused. Globs need --yes.
@@ -196,7 +195,7 @@ def reset_verb(rollouts: tuple[str, ...], yes: bool, directory: str | None, grou
     """
     from ..inspection import open_to_look, row_of, wanted_ids
     from ..inspection.opening import open_to_change
-    from .naming import is_glob, near
+    from .naming import is_glob, near, nothing
     from .output import amount, line, print_json, safe
 
     if not yes and any(map(is_glob, rollouts)):
@@ -205,16 +204,18 @@ def reset_verb(rollouts: tuple[str, ...], yes: bool, directory: str | None, grou
         root = looking.directory
         found = {rollout: wanted_ids(looking, (rollout,)) for rollout in rollouts}
         for rollout, ids in found.items():
-            if not ids:
+            if not ids and not is_glob(rollout):
                 raise NotThereError(f"there is no rollout {rollout} in {root}{near(rollout, wanted_ids(looking))}")
         ids = sorted({rollout_id for ids in found.values() for rollout_id in ids})
         rows = [row_of(looking, rollout_id) for rollout_id in ids]
+    if not rows:
+        return nothing(root, asked=True)
     calls, tokens = sum(row.calls for row in rows), sum(row.sampled for row in rows)
     what = f"{amount(len(rows))} rollouts with {amount(calls)} calls and {amount(tokens)} sampled tokens"
     if not as_json:
         _show(rows, root)
     _ask(f"Forget {what} in {root}?", yes)
-    with open_to_change(root, group=group) as store:
+    with open_to_change(root, group=unix_group) as store:
         store.reset_now(*ids)
     if as_json:
         for row in rows:
@@ -252,9 +253,9 @@ def _show(rows: list[RolloutRow], root: str) -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be removed; nothing is changed.")
 @directory
-@_group
+@unix_group
 @as_json
-def sweep_verb(older_than_s: float, dry_run: bool, directory: str | None, group: str | None, as_json: bool) -> int:
+def sweep_verb(older_than_s: float, dry_run: bool, directory: str | None, unix_group: str | None, as_json: bool) -> int:
     """Remove old tombstones and what crashes left. A store does it by itself, hourly, while somebody writes.
 
     Only what is retired goes; open and frozen rollouts stay, whatever their age.
@@ -277,7 +278,7 @@ def sweep_verb(older_than_s: float, dry_run: bool, directory: str | None, group:
     if not dry_run:
         if not as_json:
             sys.stderr.write(f"changing {safe(root)}\n")
-        with open_to_change(root, group=group) as store:
+        with open_to_change(root, group=unix_group) as store:
             removed = store.sweep_now(older_than_s)
             rest = remains(store, older_than_s)
         freed, left = max(0, found.bytes - rest.bytes), max(0, found.leftovers - rest.leftovers)

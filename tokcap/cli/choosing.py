@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,14 +88,9 @@ class Chosen:
 
     def nothing(self) -> int:
         """Say that there was nothing; the exit status."""
-        from .output import safe
-        from .status import NO
+        from .naming import nothing
 
-        if self.all:
-            sys.stderr.write(f"tokcap: no rollouts in {safe(self.store_directory)}\n")
-            return 0
-        sys.stderr.write("tokcap: nothing matches\n")
-        return NO
+        return nothing(self.store_directory, asked=not self.all)
 
 
 def choosing(function: _F) -> _F:

@@ -72,7 +72,7 @@ def diff_verb(
         return _stores(one, other, as_json)
     sides = _sides(one, other, things, other_directory is not None)
     (view, key), (other_view, other_key) = sides
-    texts = texts_of(one, tokenizer, [view.rollout_id, other_view.rollout_id], most=0 if tokenizer else 64)
+    texts = texts_of(one, tokenizer, [view.rollout_id, other_view.rollout_id])
     shown = _Shown(view, other_view, texts, context, as_json)
     if key is not None and other_key is not None:
         from ..inspection.difference import call_difference

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import as_json, directory, rollout_globs, tokenizer
-from .status import NO
+from .status import NO, REFUSED
 
 if TYPE_CHECKING:
+    from ..errors import TokcapError
     from ..inspection import RolloutView
     from ..inspection.drifts import DriftedTurn, DriftTotals
     from ..inspection.text import Texts
@@ -30,7 +31,7 @@ _KINDS = (
 
 @click.command("drift")
 @rollout_globs
-@click.option("--class", "kinds", multiple=True, type=click.Choice(_KINDS), help="Only turns that drifted like this.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(_KINDS), help="Only turns that drifted like this.")
 @click.option(
     "--restarted", is_flag=True, help="Also prompts that part from an earlier prompt: compaction, sub-agents."
 )
@@ -55,27 +56,29 @@ def drift_verb(
 
     Nothing is masked for drift: the turn begins a trajectory of its own. The rate is drifted turns per turn that had an
     earlier answer to extend. How a turn drifted is told by bytes: those that engines told of the same model's answers
-    anywhere in the store, or a --tokenizer's, which knows all of them.
+    anywhere in the store, or a --tokenizer's, which knows all of them. Exit status 1 if no turn is of a --kind, 4 if
+    something can't be read.
 
     \b
     Examples:
       tokcap drift --totals --tokenizer ./model
       tokcap drift rollout-17 --context 12
-      tokcap drift --class edited --json | jq -r '.rollout_id // empty' | sort | uniq -c
+      tokcap drift --kind edited --json | jq -r '.rollout_id // empty' | sort | uniq -c
     """
     from ..inspection import open_to_look
     from ..inspection.drifts import DriftTotals, drifted_turns
-    from .naming import meant, texts_of, views_of
+    from .naming import meant, nothing, say_unlisted, texts_of, views_of
     from .output import print_json
     from .progress import progress_bar
 
     store = open_to_look(directory)
-    ids = meant(store, globs)
-    if not ids:
-        sys.stderr.write("tokcap: no rollout matches\n")
-        return NO
-    texts = texts_of(store, tokenizer, ids[:1] if len(ids) > 1 else ids, most=0 if tokenizer else 256)
-    totals, unreadable = DriftTotals(), 0
+    unlisted: dict[str, TokcapError] = {}
+    ids = meant(store, globs, unlisted)
+    if not ids and not unlisted:
+        return nothing(store.directory, asked=bool(globs or kinds))
+    say_unlisted(unlisted)
+    texts = texts_of(store, tokenizer, ids[:1] if len(ids) > 1 else ids)
+    totals, unreadable, matched = DriftTotals(), 0, False
     shown = _Shown(texts, as_json)
     with progress_bar("reading rollouts") as told:
         for rollout_id, view in views_of(store, ids, texts, told):
@@ -84,22 +87,24 @@ def drift_verb(
                 shown.unreadable(rollout_id, view)
                 continue
             totals.add(view)
-            if only_totals:
-                continue
             for turn in drifted_turns(view, restarted=restarted, context=context):
                 if not kinds or turn.kind in kinds:
-                    shown.turn(view, turn)
+                    matched = True
+                    if not only_totals:
+                        shown.turn(view, turn)
     if as_json:
-        print_json({"totals": _facts(totals), "unreadable": unreadable})
+        print_json({"totals": _facts(totals), "unreadable": unreadable, "unlisted": sorted(unlisted)})
     else:
         _print_totals(totals, unreadable, tokenizer is None)
-    return 0
+    if unreadable or unlisted:
+        return REFUSED
+    return NO if kinds and not matched else 0
 
 
 def _facts(totals: DriftTotals) -> dict[str, Any]:
     import msgspec
 
-    return msgspec.structs.asdict(totals) | {"rate": totals.rate}
+    return msgspec.structs.asdict(totals) | {"drift_rate": totals.drift_rate}
 
 
 class _Shown:
@@ -163,7 +168,7 @@ class _Shown:
 
         if not self._begun:
             self._begun = True
-            line("ROLLOUT\tCALL\tFROM\tTIE\tINDEX\tKEPT\tLOST\tCLASS\tSTART\tWAS\tIS\tWAS_TEXT\tIS_TEXT")
+            line("ROLLOUT\tCALL\tFROM\tTIE\tINDEX\tKEPT\tLOST\tKIND\tSTART\tWAS\tIS\tWAS_TEXT\tIS_TEXT")
         ids = [" ".join(map(str, part)) for part in (turn.before, turn.after)]
         cells = [turn.rollout_id, name, nearest, turn.relation, str(turn.index), str(turn.kept), str(turn.lost)]
         line("\t".join(map(safe, [*cells, turn.kind, str(turn.start), *ids, *texts])))
@@ -172,16 +177,17 @@ class _Shown:
 def _print_totals(totals: DriftTotals, unreadable: int, without_tokenizer: bool) -> None:
     from .output import amount_cell, line
 
+    drifted, restarted = amount_cell(totals.drifted_calls), amount_cell(totals.restarted_calls)
     line(
-        f"{amount_cell(totals.drifted)} of {amount_cell(totals.turns)} turns drifted ({totals.rate:.1%}) in "
-        f"{amount_cell(totals.rollouts)} rollouts; {amount_cell(totals.lost)} sampled ids stand no more in the prompt "
-        "behind them"
+        f"{drifted} of {amount_cell(totals.turns)} turns drifted ({totals.drift_rate or 0:.1%}) in "
+        f"{amount_cell(totals.rollouts)} rollouts; {amount_cell(totals.drift_lost)} sampled ids stand no more in the "
+        "prompt behind them"
     )
     for kind, count in sorted(totals.kinds.items(), key=lambda item: -item[1]):
         hint = "  (give --tokenizer)" if kind == "unknown" and without_tokenizer else ""
-        line(f"  {amount_cell(count)}\t{kind.replace('_', ' ')}{hint}")
-    if totals.restarted:
-        parts = "prompt parts" if totals.restarted == 1 else "prompts part"
-        line(f"{amount_cell(totals.restarted)} {parts} from an earlier prompt: compaction, sub-agents (--restarted)")
+        line(f"{amount_cell(count):>5}  {kind.replace('_', ' ')}{hint}")
+    if totals.restarted_calls:
+        parts = "prompt parts" if totals.restarted_calls == 1 else "prompts part"
+        line(f"{restarted} {parts} from an earlier prompt: compaction, sub-agents (--restarted)")
     if unreadable:
         line(f"{amount_cell(unreadable)} rollouts can't be read")

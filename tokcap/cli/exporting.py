@@ -12,7 +12,7 @@ from .options import as_json, directory, rollout_globs
 from .status import NO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ..transfer import Exported
 
@@ -99,8 +99,9 @@ def export_verb(
       tokcap export --to parts --format safetensors --part-bytes 256MB   # repeat it after a kill: it goes on
     """
     from ..inspection import open_to_look, wanted_ids
+    from ..inspection.telling import without_directory
     from ..transfer import export
-    from .naming import check_named, is_glob
+    from .naming import check_named, is_glob, nothing
     from .output import line, print_json, safe, size
     from .progress import progress_bar
 
@@ -122,26 +123,32 @@ def export_verb(
             part_bytes=part_bytes,
             progress=progress,
         )
-    for said in _left_out(done):
+
+    def short(reasons: dict[str, str]) -> dict[str, str]:
+        return {name: without_directory(why, store.directory, name) for name, why in reasons.items()}
+
+    left_out = list(_left_out(done, short))
+    for said in left_out:
         sys.stderr.write(f"tokcap export: {safe(said)}\n")
     if as_json:
         print_json(done)
     else:
         count = f"{done.rollouts} rollouts, {done.records} records, {size(done.bytes)}"
         already = f" ({done.already} rollouts were there already)" if done.already else ""
-        line(f"{count} to {safe(done.to)}{already}")
+        to = f" to {safe(done.to)}" if done.parts or done.already else "; nothing was written"
+        line(f"{count}{to}{already}")
     if not done.rollouts and not done.already:
-        return NO
+        return NO if left_out else nothing(store.directory, asked=bool(globs))
     return NO if strict and not done.complete else 0
 
 
-def _left_out(done: Exported) -> Iterator[str]:
+def _left_out(done: Exported, short: Callable[[dict[str, str]], dict[str, str]]) -> Iterator[str]:
     if done.skipped:
         yield "left out: " + ", ".join(f"{count} {why}" for why, count in sorted(done.skipped.items()))
     if done.without_records:
         yield f"without a record, as nothing of them is trained: {done.without_records} (`tokcap ls --masked`)"
-    yield from _named("unreadable", {name or "a directory": why for name, why in done.unreadable.items()})
-    yield from _named("exported without what is damaged (`tokcap verify`)", done.damaged)
+    yield from _named("unreadable", {name or "a directory": why for name, why in short(done.unreadable).items()})
+    yield from _named("exported without what is damaged (`tokcap verify`)", short(done.damaged))
     yield from _named(
         "changed since it was exported",
         {name: f"it is in {part}; remove that file and repeat the command" for name, part in done.changed.items()},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .options import as_json
+from .options import as_json, unix_group
 from .status import NO, REFUSED
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def _writing(function: _F) -> _F:
         ),
         click.option("--finish", is_flag=True, help="Note rollouts as finished, with what the source says as meta."),
         click.option("--freeze", is_flag=True, help="Freeze what was imported."),
+        unix_group,
         as_json,
     )
     for option in reversed(options):
@@ -56,7 +57,9 @@ def _writing(function: _F) -> _F:
 @import_verb.command("nemo-gym")
 @click.argument("source", metavar="SOURCE", type=click.Path())
 @_writing
-def nemo_gym_verb(source: str, directory: str | None, finish: bool, freeze: bool, as_json: bool) -> int:
+def nemo_gym_verb(
+    source: str, directory: str | None, finish: bool, freeze: bool, unix_group: str | None, as_json: bool
+) -> int:
     """The rollouts of a directory that NeMo Gym's token capture wrote (<id>.tokens.jsonl ...).
 
     What is frozen there is frozen here; what is retired there has no records and is skipped. A record that can't be
@@ -69,14 +72,18 @@ def nemo_gym_verb(source: str, directory: str | None, finish: bool, freeze: bool
     from ..inspection import store_directory
     from ..transfer import import_nemo_gym
 
-    done = import_nemo_gym(source, store_directory(directory), finish=finish, freeze=freeze, told=_teller(as_json))
+    done = import_nemo_gym(
+        source, store_directory(directory), finish=finish, freeze=freeze, group=unix_group, told=_teller(as_json)
+    )
     return _end(done, as_json)
 
 
 @import_verb.command("traffic")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
 @_writing
-def traffic_verb(files: tuple[str, ...], directory: str | None, finish: bool, freeze: bool, as_json: bool) -> int:
+def traffic_verb(
+    files: tuple[str, ...], directory: str | None, finish: bool, freeze: bool, unix_group: str | None, as_json: bool
+) -> int:
     """Recorded HTTP exchanges, one rollout a file (.jsonl or .jsonl.gz), through the same capture as live traffic.
 
     \b
@@ -90,7 +97,9 @@ def traffic_verb(files: tuple[str, ...], directory: str | None, finish: bool, fr
     from ..inspection import store_directory
     from ..transfer import import_traffic
 
-    done = import_traffic(files, store_directory(directory), finish=finish, freeze=freeze, told=_teller(as_json))
+    done = import_traffic(
+        files, store_directory(directory), finish=finish, freeze=freeze, group=unix_group, told=_teller(as_json)
+    )
     return _end(done, as_json)
 
 

@@ -122,6 +122,7 @@ def _print_table(shown: Sequence[RolloutRow], rows: Sequence[RolloutRow]) -> Non
             for row in shown
         ),
         styles={7: "yellow"},
+        optional=[_COLUMNS.index(name) for name in ("SIZE", "AGE", "CALLS", "SAMPLED")],
     )
     if len(shown) < len(rows):
         wrong = sum(bool(row.why) for row in rows)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .status import NotThereError
+from .status import NO, NotThereError
 
 if TYPE_CHECKING:
+    from ..errors import TokcapError
     from ..inspection import CallView, RolloutView
     from ..inspection.text import Texts
     from ..store import FileStore, RolloutStat, Snapshot
@@ -19,7 +20,9 @@ __all__ = (
     "looked_at",
     "meant",
     "near",
+    "nothing",
     "one_call",
+    "say_unlisted",
     "stat_of",
     "texts_of",
     "view_with",
@@ -30,6 +33,8 @@ _NEAR = 5
 _COMPARED = 5000
 """Names that are compared closely; of more, those that begin alike."""
 _LISTED = 12
+_SAMPLED = 256
+"""Rollouts whose pieces are read, of a whole store."""
 
 
 def stat_of(store: FileStore, rollout_id: str) -> RolloutStat:
@@ -82,20 +87,39 @@ def views_of(
         progress(len(ids), len(ids))
 
 
-def meant(store: FileStore, globs: Sequence[str]) -> list[str]:
+def meant(store: FileStore, globs: Sequence[str], unlisted: dict[str, TokcapError] | None = None) -> list[str]:
     """The ids of the rollouts that are named; raises `NotThereError` for a name (no glob) that isn't there.
 
-    Of one that is retired it is said that its calls are gone.
+    Of one that is retired it is said that its calls are gone. unlisted: as for `wanted_ids`.
     """
     from ..inspection import wanted_ids
 
-    ids = wanted_ids(store, globs)
+    ids = wanted_ids(store, globs, unlisted=unlisted)
     check_named(store, globs, ids)
     if len(globs) <= _LISTED:
         for name in globs:
             if not is_glob(name):
                 _say_if_retired(store, name)
     return ids
+
+
+def nothing(directory: str, *, asked: bool) -> int:
+    """Say that there is nothing to look at; the exit status. asked: for something, by a glob or a condition."""
+    from .output import safe
+
+    if asked:
+        sys.stderr.write("tokcap: nothing matches\n")
+        return NO
+    sys.stderr.write(f"tokcap: no rollouts in {safe(directory)}\n")
+    return 0
+
+
+def say_unlisted(unlisted: Mapping[str, TokcapError]) -> None:
+    """Name directories of a store that can't be listed, whose rollouts nobody sees."""
+    from .output import safe
+
+    for name, error in sorted(unlisted.items()):
+        sys.stderr.write(f"tokcap: {safe(name)} can't be listed: {safe(str(error))}\n")
 
 
 def is_glob(name: str) -> bool:
@@ -140,14 +164,17 @@ def one_call(view: RolloutView, name: str) -> CallView:
     )
 
 
-def texts_of(store: FileStore, tokenizer: str | None, first: Sequence[str] = (), *, most: int = 256) -> Texts:
-    """The bytes of ids: a tokenizer's if one is named, and the pieces that the store holds."""
+def texts_of(store: FileStore, tokenizer: str | None, first: Sequence[str] = ()) -> Texts:
+    """The bytes of ids: a tokenizer's if one is named, and the pieces that the store holds.
+
+    first: rollouts that are read whatever others tell; with a tokenizer no others are.
+    """
     from ..inspection.text import Texts, TokenizerBytes, pieces_of_store
 
     told = None if tokenizer is None else TokenizerBytes(tokenizer)
     if told is not None and told.approximate:
         sys.stderr.write("tokcap: this tokenizer doesn't tell bytes: texts of single ids are approximate\n")
-    return Texts(pieces_of_store(store, first, most=most), told)
+    return Texts(pieces_of_store(store, first, most=0 if told is not None and first else _SAMPLED), told)
 
 
 def near(name: str, names: Sequence[str]) -> str:

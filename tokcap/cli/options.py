@@ -17,6 +17,7 @@ __all__ = (
     "rollout_argument",
     "rollout_globs",
     "tokenizer",
+    "unix_group",
 )
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -38,6 +39,13 @@ def directory(function: _F) -> _F:
 def as_json(function: _F) -> _F:
     """`--json`: for programs, one JSON object a line; NaN is null."""
     return click.option("--json", "as_json", is_flag=True, help="For programs: JSON, one object a line.")(function)
+
+
+def unix_group(function: _F) -> _F:
+    """`--unix-group`: as `group=` of `FileStore`; `--group` is the group of a rollout."""
+    return click.option(
+        "--unix-group", metavar="GROUP", help="The Unix group of users that share the store, if one does."
+    )(function)
 
 
 def tokenizer(function: _F) -> _F:

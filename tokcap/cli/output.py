@@ -31,7 +31,9 @@ __all__ = (
 Justify = Literal["left", "right"]
 _SPACE = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _SHORT = 24
-"""Characters of a cell that is not folded."""
+"""Characters of a sentence that is not folded if there is room for it."""
+_NARROW = 12
+"""Of a folded one, at least: rather wider than the terminal than in pieces of a few characters."""
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 """Unicode categories that move the cursor, turn text around, or can't be seen or encoded."""
 
@@ -121,7 +123,8 @@ def print_table(
     """A table to look at on a terminal; elsewhere one tab-separated line a row, the first with the names.
 
     Cells are made `safe` here. styles: of columns, by position. On a terminal columns without any content are left
-    out, and of `optional` columns as many as it takes, the first one first, if it is too narrow.
+    out, and of `optional` columns as many as it takes, the first one first, if it is too narrow. Only sentences are
+    folded: where numbers and names have no room in one piece, the table is wider than the terminal.
     """
     if not sys.stdout.isatty():
         line("\t".join(name for name, _ in columns))
@@ -136,26 +139,37 @@ def print_table(
         return
     widths = [max(len(columns[at][0]), *(row[at].cell_len for row in cells)) for at in range(len(columns))]
     told = [at for at in range(len(columns)) if any(row[at] for row in cells)]
+    whole = {at for at in told if columns[at][1] == "right" or not any(" " in row[at].plain for row in cells)}
+    least = [width if at in whole else min(width, _SHORT) for at, width in enumerate(widths)]
     terminal = console()
     spare = list(optional)
-    while spare and _room(widths, told) > terminal.width:
+    while spare and _room(least, told) > terminal.width:
         told = [at for at in told if at != spare[0]]
         del spare[0]
-    # What is long is folded, and the rest stays in one piece, if there is room for that.
-    fits = _room(widths, told) <= terminal.width
+    fits = _room(least, told) <= terminal.width
+    if not fits:
+        least = [width if at in whole else min(width, _NARROW) for at, width in enumerate(widths)]
+        terminal.width = max(terminal.width, _room(least, told))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at in told:
         name, justify = columns[at]
         style = (styles or {}).get(at, "")
-        table.add_column(name, justify=justify, style=style, overflow="fold", no_wrap=fits and widths[at] <= _SHORT)
+        table.add_column(
+            name,
+            justify=justify,
+            style=style,
+            overflow="fold",
+            no_wrap=at in whole or (fits and widths[at] <= _SHORT),
+            min_width=widths[at] if at in whole else None,
+        )
     for texts in cells:
         table.add_row(*(texts[at] for at in told))
     terminal.print(table)
 
 
 def _room(widths: Sequence[int], columns: Iterable[int]) -> int:
-    """How wide these columns are if the long ones are folded."""
-    return sum(min(widths[at], _SHORT) + 2 for at in columns)
+    """How wide a table of these columns is."""
+    return sum(widths[at] + 2 for at in columns)
 
 
 def size(count: int) -> str:

@@ -59,19 +59,19 @@ def report_verb(
     from ..inspection import open_to_look, rows
     from ..report.contents import MAX_TOKENS, contents_of
     from ..report.page import page_of
-    from .naming import meant, texts_of
+    from .naming import meant, nothing, texts_of
     from .output import print_json
     from .progress import progress_bar
-    from .status import NO
 
     if out == "-" and (open_it or as_json):
         raise click.UsageError("--out - is standard output, which --open and --json can't go with")
     store = open_to_look(directory)
-    if globs and not meant(store, globs):
-        sys.stderr.write("tokcap: nothing matches\n")
-        return NO
+    if globs and not meant(store, globs, {}):
+        return nothing(store.directory, asked=True)
     with progress_bar("looking at rollouts") as progress:
         found = rows(store, globs, progress=progress)
+    if not found:
+        nothing(store.directory, asked=False)
     texts = texts_of(store, tokenizer, [row.rollout_id for row in found] if len(found) == 1 else ())
     with progress_bar("reading tokens") as progress:
         contents = contents_of(

@@ -53,7 +53,7 @@ def show_verb(rollout: str, everything: bool, tokenizer: str | None, directory: 
         else:
             _print_retired(stat)
         return 0
-    view = looked_at(store, rollout, texts_of(store, tokenizer, [rollout], most=0 if tokenizer else 64))
+    view = looked_at(store, rollout, texts_of(store, tokenizer, [rollout]))
     if as_json:
         print_json(_facts(stat) | _told(view))
         return 0

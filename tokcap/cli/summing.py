@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ("du_verb", "stats_verb")
 
 _LARGEST = 20
+_REMARK = 16
+"""Columns for the rest of a line, if the terminal is too narrow for more."""
 _BAR = 30
 """Columns of the longest bar of the histogram."""
 
@@ -91,6 +93,7 @@ def _print_parts(by: str, parts: dict[str, Statistics]) -> None:
             ]
             for name, found in parts.items()
         ),
+        optional=[names.index(name) for name in ("SIZE", "CALLS", "ROLLOUTS", "DRIFTED", "SAMPLED")],
     )
 
 
@@ -133,12 +136,16 @@ def _print_section(title: str, lines: Sequence[Line], on_terminal: bool) -> None
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left", title_style="bold")
-    table.add_column(min_width=22, overflow="fold")
-    table.add_column(justify="right", min_width=12)
+    rows = [[Text(safe(cell)) for cell in cells] for cells in lines]
+    names, values = (max(least, *(cells[at].cell_len for cells in rows)) for at, least in enumerate((22, 12)))
+    table.add_column(min_width=names, no_wrap=True)
+    table.add_column(justify="right", min_width=values, no_wrap=True)
     table.add_column(overflow="fold")
-    for cells in lines:
-        table.add_row(*(Text(safe(cell)) for cell in cells))
-    console().print(table)
+    for cells in rows:
+        table.add_row(*cells)
+    out = console()
+    out.width = max(out.width, names + values + _REMARK)  # rather wider than the terminal than a number in pieces
+    out.print(table)
     console().print()
 
 
@@ -263,11 +270,14 @@ def du_verb(directory: str | None, limit: int, older_than_s: float, fresh: bool,
     from ..inspection import open_to_look
     from ..inspection.scan import rows
     from ..inspection.usage import usage_of_store
+    from .naming import nothing
     from .output import amount_cell, line, print_json, print_table, size_cell
 
     store = open_to_look(directory)
     with progress_bar("looking at rollouts") as progress:
         found = rows(store, whole=False, remember=not fresh, progress=progress)
+    if not found:
+        nothing(store.directory, asked=False)
     usage = usage_of_store(store, found, older_than_s)
     largest = sorted(found, key=lambda row: (-row.bytes, row.rollout_id))[: limit or None]
     if as_json:

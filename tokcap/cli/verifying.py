@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import as_json, directory, rollout_globs
+from .options import as_json, directory, rollout_globs, unix_group
 from .status import NO
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ __all__ = ("verify_verb",)
 @click.option("--workers", type=click.IntRange(0), default=0, metavar="N", help="Processes. [default: as it pays]")
 @click.option("--repair", "repairing", is_flag=True, help="CHANGES THE STORE: see above.")
 @click.option("--dry-run", is_flag=True, help="With --repair: say what would be done, and do nothing.")
-@click.option("--group", metavar="GROUP", help="With --repair: the group that shares the store.")
+@unix_group
 def verify_verb(
     globs: tuple[str, ...],
     directory: str | None,
@@ -41,15 +41,15 @@ def verify_verb(
     workers: int,
     repairing: bool,
     dry_run: bool,
-    group: str | None,
+    unix_group: str | None,
 ) -> int:
     """Check every byte of every file: checksums, records, links, manifests, names, permissions.
 
     Nothing is written, and a store may be in use. Exit status 0: no damage, but for what is known; 1: damage.
 
-    --repair makes damaged manifests again, moves what is in the way to quarantine/ in the store, and notes damaged
-    bytes there as known, with a copy; they stay, for tokcap reads around them. It never makes anything unreadable, or
-    a rollout look complete.
+    --repair makes damaged manifests again, puts whole rollouts that lie elsewhere back into their places if those are
+    free, moves what is in the way to quarantine/ in the store, and notes damaged bytes there as known, with a copy;
+    they stay, for tokcap reads around them. It never makes anything unreadable, or a rollout look complete.
 
     \b
     Examples:
@@ -62,39 +62,53 @@ def verify_verb(
     from ..inspection import store_directory
     from ..inspection.check import check
     from ..inspection.finding import CheckSummary
+    from .naming import nothing
 
     root = store_directory(directory)
     summary = CheckSummary()
     with _bar() as progress:
         findings = list(check(root, globs, quick=quick, workers=workers, summary=summary, progress=progress))
-    _there(globs, summary, findings)
+    _check_there(root, globs, findings)
+    if not summary.rollouts and (not globs or not any(finding.rollout_id for finding in findings)):
+        status = nothing(root, asked=bool(globs))
+        if globs:
+            return status
     shown = findings if everything or as_json else [f for f in findings if f.level != "info"]
     _print_findings(shown, as_json, root)
     if not repairing:
         _print_summary(summary, as_json, everything)
         return NO if summary.damage or (strict and summary.warning) else 0
-    return _repair(root, globs, findings, as_json, dry_run, group)
+    return _repair(root, globs, findings, as_json, dry_run, unix_group)
 
 
-def _there(globs: tuple[str, ...], summary: CheckSummary, findings: list[Finding]) -> None:
-    """Whoever names something wants it checked."""
-    if globs and not summary.rollouts and not any(finding.rollout_id in globs for finding in findings):
-        from .status import NotThereError
+def _check_there(root: str, globs: tuple[str, ...], findings: list[Finding]) -> None:
+    """Whoever names something wants it checked: raises `NotThereError` for a name (no glob) that isn't there."""
+    from ..inspection import open_to_look, wanted_ids
+    from .naming import is_glob, near
+    from .status import NotThereError
 
-        raise NotThereError(f"no rollout here is called {' or '.join(globs)}; `tokcap ls` lists those that there are")
+    told = {finding.rollout_id for finding in findings}
+    names = [name for name in globs if not is_glob(name) and name not in told]
+    if not names:
+        return
+    store = open_to_look(root)
+    there = wanted_ids(store, names, unlisted={})
+    for name in names:
+        if name not in there:
+            raise NotThereError(f"there is no rollout {name} in {root}{near(name, wanted_ids(store, unlisted={}))}")
 
 
 def _repair(
     root: str, globs: tuple[str, ...], findings: list[Finding], as_json: bool, dry_run: bool, group: str | None
 ) -> int:
-    from ..inspection.check import check
+    from ..inspection.check import check, is_meant
     from ..inspection.finding import CheckSummary
     from ..inspection.repair import repair
     from .output import line, print_json, safe
 
     if not as_json:
         line(f"{'would change' if dry_run else 'changing'} {safe(root)}")
-    meant = [finding for finding in findings if not globs or finding.rollout_id or finding.kind == "marker"]
+    meant = [f for f in findings if f.kind == "marker" or is_meant(f.rollout_id, globs)]
     for repaired in repair(root, meant, dry_run=dry_run, group=group):
         if as_json:
             print_json({"repaired": repaired, "dry_run": dry_run})
@@ -179,7 +193,7 @@ def _print_summary(summary: CheckSummary, as_json: bool, everything: bool) -> No
         return
     speed = summary.bytes / max(summary.seconds, 1e-6)
     line(
-        f"{amount(summary.rollouts)} rollouts, {amount(summary.files)} files, {size(summary.bytes)}, "
+        f"{amount(summary.rollouts)} rollout{'' if summary.rollouts == 1 else 's'}, {amount(summary.files)} files, {size(summary.bytes)}, "
         f"{amount(summary.frames)} frames checked in {summary.seconds:.1f} s ({size(int(speed))}/s)"
     )
     said = [f"{amount(summary.damage)} damage", f"{amount(summary.warning)} warnings"]

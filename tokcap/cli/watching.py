@@ -6,16 +6,17 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
 from .options import as_json, directory
+from .status import REFUSED
 
 if TYPE_CHECKING:
-    from ..inspection.following import CallEvent
+    from ..inspection.events import CallEvent
     from ..inspection.pulse import Frame, Pulse
 
 __all__ = ("tail_verb", "top_verb")
@@ -71,6 +72,7 @@ def top_verb(directory: str | None, interval: float, once: bool, as_json: bool) 
     """
     from ..inspection import open_to_look
     from ..inspection.pulse import Pulse
+    from .naming import nothing
     from .output import line, print_json
 
     store = open_to_look(directory)
@@ -82,6 +84,8 @@ def top_verb(directory: str | None, interval: float, once: bool, as_json: bool) 
                 pulse.look()
             time.sleep(interval)
             pulse.look()
+            if not pulse.frame().states:
+                nothing(store.directory, asked=False)
         if sys.stdout.isatty() and not once and not as_json:
             _show(pulse, store.directory, interval)
             return 0
@@ -130,6 +134,8 @@ def _lines(frame: Frame, directory: str) -> list[tuple[str, str]]:
         (f"calls       {frame.calls_per_s:,.1f}/s, {frame.sampled_per_s:,.0f} sampled ids/s", ""),
         (f"            ended while watching: {outcomes}", ""),
     ]
+    if frame.unreadable:
+        lines.append((f"            {amount(frame.unreadable)} can't be read: tokcap verify says why", "bold red"))
     disk = frame.disk
     if disk is not None:
         near = disk.is_near_floor
@@ -181,7 +187,8 @@ def tail_verb(directory: str | None, follow: bool, count: int | None, interval: 
     """Show the calls that ended last, one line for each answer: as they are recorded with --follow.
 
     Time, rollout, call, outcome, prompt + sampled ids, mean log-prob, and the beginning of the answer if the engine
-    told the bytes of its tokens, or why it ended so. Ctrl-C ends it.
+    told the bytes of its tokens, or why it ended so. What can't be read is named once on standard error; then the exit
+    status is 4, with --follow always 0. Ctrl-C ends it.
 
     \b
     Examples:
@@ -189,16 +196,28 @@ def tail_verb(directory: str | None, follow: bool, count: int | None, interval: 
       tokcap tail -n 100 --json | jq -r 'select(.outcome == "lost") | .detail'
       tokcap tail -f -n 0 --json
     """
-    from ..inspection import open_to_look
-    from ..inspection.following import Follower, last_calls
+    from ..inspection import open_to_look, wanted_ids
+    from ..inspection.events import last_calls
+    from ..inspection.following import Follower
+    from ..inspection.telling import without_directory
+    from .naming import nothing
 
     store = open_to_look(directory)
     since = time.time()
-    last = last_calls(store, 10 if count is None else count)
+    unreadable: dict[str, str] = {}
+    last = last_calls(store, 10 if count is None else count, unreadable=unreadable)
+
+    def show(event: CallEvent) -> None:
+        _print_call(event, without_directory(event.detail, store.directory, event.rollout_id), as_json)
+
+    if count != 0 and not last and not unreadable and not wanted_ids(store, unlisted={}):
+        nothing(store.directory, asked=False)
+    said: set[str] = set()
+    _say_unreadable(unreadable, said, store.directory)
     for event in last:
-        _print_call(event, as_json)
+        show(event)
     if not follow:
-        return 0
+        return REFUSED if unreadable else 0
     sys.stdout.flush()
     told = {event.key for event in last}
     with _ending_by_signals(), contextlib.suppress(KeyboardInterrupt):
@@ -206,14 +225,26 @@ def tail_verb(directory: str | None, follow: bool, count: int | None, interval: 
         while True:
             for event in follower.look():
                 if event.key not in told:
-                    _print_call(event, as_json)
+                    show(event)
+            _say_unreadable(follower.unreadable, said, store.directory)
             sys.stdout.flush()
             if not follower.is_behind:
                 time.sleep(interval)
     return 0
 
 
-def _print_call(event: CallEvent, as_json: bool) -> None:
+def _say_unreadable(unreadable: Mapping[str, str], said: set[str], directory: str) -> None:
+    """Each once; `said` gets those that were."""
+    from ..inspection.telling import without_directory
+    from .output import safe
+
+    for name, why in unreadable.items():
+        if name not in said:
+            said.add(name)
+            sys.stderr.write(f"tokcap: {safe(name)} can't be read: {safe(without_directory(why, directory, name))}\n")
+
+
+def _print_call(event: CallEvent, detail: str, as_json: bool) -> None:
     from .output import line, print_json, safe
 
     if as_json:
@@ -221,7 +252,7 @@ def _print_call(event: CallEvent, as_json: bool) -> None:
         return
     at = time.strftime("%H:%M:%S", time.localtime(event.at))
     mean = "" if event.mean_log_prob is None else f"{event.mean_log_prob:.2f}"
-    said = event.text[:_TEXT] if event.text else event.detail
+    said = event.text[:_TEXT] if event.text else detail
     call = event.model_call_id + (f"#{event.choice_index}" if event.choice_index else "")
     cells = (at, event.rollout_id, call or "(unnamed)", event.outcome, f"{event.prompt}+{event.sampled}", mean, said)
     line("\t".join(map(safe, cells)) if not sys.stdout.isatty() else "  ".join(map(safe, cells)).rstrip())

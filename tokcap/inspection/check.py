@@ -7,7 +7,6 @@ a snapshot before the last), and what `quarantine/` holds.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -21,18 +20,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..errors import InvalidIdError, TokcapError
+from ..errors import InvalidIdError
 from ..ids import check_rollout_id
 from ..store import FileStore
 from ..store.files import Files
-from ..store.frame import segment_seed
-from ..store.layout import Layout, kind_below, kind_of_name
-from ..store.log import read_header
-from ..store.records import SegmentHeader
+from ..store.layout import Layout
 from ..store.root import boot_id, read_marker
 from .check_rollout import RolloutCheck
 from .finding import CheckSummary, Finding, FindingKind, Level, place_of
 from .look import APART, OF_ANOTHER, READ_BY_OTHERS, WRITTEN_BY_OTHERS, Checked, Owner
+from .misplaced import misplaced, out_of_place
 from .opening import open_to_look, store_directory
 from .quarantine import known_places
 
@@ -45,8 +42,6 @@ CheckProgress = Callable[[int, int, CheckSummary], None]
 """Told how many rollouts were checked, of how many, and what was counted so far."""
 
 _ALONE_S = 1.0
-_HEADER = 65536
-"""Bytes of a segment that its header is in."""
 _PART = 32
 """Rollouts that a process checks before it reports."""
 _SHARD = re.compile(r"[0-9a-f]{2}")
@@ -300,28 +295,30 @@ def _check_writers(place: Place, found: Checked) -> None:
 
 
 def _ids(place: Place, globs: Collection[str], found: Checked) -> Iterator[str]:
-    layout = place.layout
-    for shard in sorted(place.files.listdir(layout.rollouts)):
+    files, layout = place.files, place.layout
+    for shard in sorted(files.listdir(layout.rollouts)):
         path = f"{layout.rollouts}/{shard}"
         if not _SHARD.fullmatch(shard):
-            found.findings.append(_renamed_shard(place, path) or _strange(path))
+            found.findings.append(out_of_place(files, layout, path) or _strange(path))
             continue
         try:
-            names = place.files.listdir(path)
+            names = files.listdir(path)
         except FileNotFoundError:
             continue
         except OSError as error:
             found.findings.append(_not_a_directory(path, error, "rollouts whose ids lead here can't be stored"))
             continue
-        place.owner.judge(place.files.stat(path), path, found)
+        place.owner.judge(files.stat(path), path, found)
         for name in names:
             try:
                 check_rollout_id(name)
             except InvalidIdError:
-                found.findings.append(_strange(f"{path}/{name}", "it is no rollout id"))
+                odd = out_of_place(files, layout, f"{path}/{name}")
+                found.findings.append(odd or _strange(f"{path}/{name}", "it is no rollout id"))
                 continue
             if layout.shard(name) != path:
-                found.findings.append(_misplaced(place, name, f"{path}/{name}"))
+                odd = out_of_place(files, layout, f"{path}/{name}")
+                found.findings.append(odd or misplaced(files, layout, f"{path}/{name}"))
             elif is_meant(name, globs):
                 yield name
 
@@ -337,58 +334,3 @@ def _not_a_directory(path: str, error: OSError, costs: str) -> Finding:
         return Finding("damage", "unreadable", path, f"it can't be read: {error}", costs, advice)
     advice = "tokcap verify --repair moves it to quarantine"
     return Finding("damage", "not_a_directory", path, "a file, or a link, where a directory belongs", costs, advice)
-
-
-def _misplaced(place: Place, name: str, path: str) -> Finding:
-    rollout_id = _id_inside(place, path) or name
-    right = place.layout.rollout(rollout_id)
-    advice = "move it there, or out of the store; tokcap verify --repair moves it to quarantine"
-    if os.path.lexists(right):
-        advice = "compare it with what is there; tokcap verify --repair moves it to quarantine"
-    called = "" if rollout_id == name else f" under the name {name},"
-    what = f"rollout {rollout_id}{called} where nobody looks for it; its place is {right}"
-    return Finding("damage", "wrong_shard", path, what, "nothing, but nobody finds it", advice, name)
-
-
-def _renamed_shard(place: Place, path: str) -> Finding | None:
-    """What holds rollouts under a name that is no shard's; None if it holds none."""
-    try:
-        inside = [name for name in sorted(place.files.listdir(path)) if _id_inside(place, f"{path}/{name}") == name]
-    except OSError:
-        return None
-    if not inside:
-        return None
-    shards = {place.layout.shard(name) for name in inside}
-    right = shards.pop()
-    advice = f"rename it to {right}" if not shards and not os.path.lexists(right) else "move each to its place"
-    rollouts = f"rollout {inside[0]}" if len(inside) == 1 else f"{len(inside)} rollouts, {inside[0]} among them,"
-    return Finding(
-        "damage",
-        "wrong_shard",
-        path,
-        f"{rollouts} where nobody looks for it; its place is {place.layout.rollout(inside[0])}",
-        "nothing, but nobody finds what is in it",
-        f"{advice}; tokcap verify --repair moves it to quarantine",
-    )
-
-
-def _id_inside(place: Place, path: str) -> str:
-    """Which rollout the segments in a directory say that they are of; empty if nothing says it."""
-    with contextlib.suppress(OSError, TokcapError):
-        for incarnation in place.files.listdir(path):
-            if kind_of_name(incarnation) != "incarnation":
-                continue
-            for name in place.files.listdir(f"{path}/{incarnation}"):
-                if kind_below(name) == "segment":
-                    header = _header(place, f"{path}/{incarnation}/{name}", segment_seed(incarnation, name[:6]))
-                    return "" if header is None else check_rollout_id(header.rollout_id)
-    return ""
-
-
-def _header(place: Place, path: str, seed: int) -> SegmentHeader | None:
-    fd = place.files.open(path)
-    try:
-        data = place.files.read(fd, _HEADER, 0)
-    finally:
-        place.files.close(fd)
-    return read_header(path, data, seed, len(data))

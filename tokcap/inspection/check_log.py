@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
 
@@ -14,7 +13,7 @@ from ..errors import CorruptError
 from ..protocol import CallRecord
 from ..store.frame import Buffer
 from ..store.layout import DAMAGED, MANIFEST, Directory, LinkName, SegmentName, snapshot_links
-from ..store.ledger import Damage
+from ..store.ledger import SEGMENT_MISSING, Damage
 from ..store.log import LogReader
 from ..store.manifest import Index
 from ..store.records import decode_contents, decode_pieces
@@ -25,7 +24,6 @@ from .look import APART, Look
 
 __all__ = ("LogLook",)
 
-_SAID_MISSING = re.compile(r"the segment files? (up to \d+ )?(is|are) missing")
 _NAMED_CALLS = 1000
 
 
@@ -96,9 +94,7 @@ class LogLook(Look):
     def _say_damage(self, damage: Collection[Damage], calls: list[str], how: str) -> None:
         calls = calls[:_NAMED_CALLS]
         for one in damage:
-            kind: FindingKind = "missing" if _SAID_MISSING.match(one.reason) else "bytes"
-            if one.reason.startswith("the checksum holds but"):
-                kind = "record"
+            kind: FindingKind = one.kind
             named = f"calls that {how}, and have none now: {', '.join(calls)}" if calls else ""
             lost = named or (
                 "what these bytes said; no call that is known misses its record"
@@ -128,7 +124,7 @@ class LogLook(Look):
             self._bad_manifest(manifest, "its checksum holds, but its calls can't be decoded")
             index = None
         if index is not None and bool(index.damage) != (DAMAGED in names):
-            self.say("warning", "manifest", manifest, "it and the file `damaged` beside it contradict each other")
+            self._say_contradiction(manifest, missing=bool(index.damage))
         self._check_links(directory, index, links)
         if self.quick:
             return
@@ -150,6 +146,20 @@ class LogLook(Look):
         self._check_read(reader)
         if index is not None:
             self._check_stated(directory, index, links)
+
+    def _say_contradiction(self, manifest: str, *, missing: bool) -> None:
+        self.say(
+            "warning",
+            "manifest",
+            manifest,
+            "it and the file `damaged` beside it contradict each other: "
+            + ("it states damage, and the file is missing" if missing else "it states no damage"),
+            "nothing: the manifest counts; if it got lost too, "
+            + ("the rollout might look whole" if missing else "the rollout would look damaged"),
+            "tokcap verify --repair makes the file again"
+            if missing
+            else "remove the file `damaged`, if nothing else is said of this rollout",
+        )
 
     def _bad_manifest(self, path: str, what: str) -> None:
         self.say(
@@ -188,7 +198,7 @@ class LogLook(Look):
             for number, segment in stated.items():
                 if number not in by_number:
                     path = f"{directory.snapshot_path}/{LinkName(number, segment.length)}"
-                    self.say("damage", "missing", path, "the segment file is missing")
+                    self.say("damage", "missing", path, SEGMENT_MISSING)
         for name in directory.segments:
             path = f"{directory.incarnation_path}/{name}"
             there = self.files.stat(path)

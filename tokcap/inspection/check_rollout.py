@@ -14,6 +14,7 @@ from ..store.notes import Notes
 from .check_log import LogLook
 from .finding import Finding
 from .look import Checked, Owner, UnsteadyError, unreadable
+from .misplaced import out_of_place
 
 __all__ = ("RolloutCheck",)
 
@@ -57,11 +58,15 @@ class RolloutCheck:
 
     def _look(self, rollout_id: str) -> Checked:
         path = self.layout.rollout(rollout_id)
-        return _Look(self.files, rollout_id, path, self.boot_id, self.owner, self.quick).look()
+        look = _Look(self.files, rollout_id, path, self.boot_id, self.owner, self.quick)
+        look.layout = self.layout
+        return look.look()
 
 
 class _Look(LogLook):
     """One look at one rollout, from its names on."""
+
+    layout: Layout
 
     # ---- names
 
@@ -83,7 +88,11 @@ class _Look(LogLook):
             kind, path = kind_of_name(name), f"{self.path}/{name}"
             if not kind:
                 self.weigh(path)
-                self.stranger(path)
+                hidden = out_of_place(self.files, self.layout, path)
+                if hidden is None:
+                    self.stranger(path)
+                else:
+                    self.result.findings.append(hidden)
             elif not stat.S_ISDIR(self.files.stat(path).st_mode):
                 self.weigh(path)
                 if kind == "trash":

@@ -18,8 +18,10 @@ class DriftedTurn(msgspec.Struct, frozen=True):
     """One call whose prompt parts from an earlier call."""
 
     rollout_id: str
-    call: CallKey
-    nearest: CallKey
+    model_call_id: str
+    choice_index: int
+    nearest_model_call_id: str
+    nearest_choice_index: int
     relation: Relation
     """`drifted`: from an answer. Any other: from a prompt."""
     kind: str
@@ -38,25 +40,36 @@ class DriftedTurn(msgspec.Struct, frozen=True):
     after: IdArray
     """int32: what stands there now."""
 
+    @property
+    def call(self) -> CallKey:
+        """The call, as `CallView.key`."""
+        return self.model_call_id, self.choice_index
+
+    @property
+    def nearest(self) -> CallKey:
+        """The earlier call that its prompt parts from."""
+        return self.nearest_model_call_id, self.nearest_choice_index
+
 
 class DriftTotals(msgspec.Struct):
-    """Counts over many rollouts. `rate` is what drift costs: each drifted turn begins another trajectory."""
+    """Counts over many rollouts, under the names of `Statistics`. `drift_rate` is what drift costs: each drifted turn
+    begins another trajectory."""
 
     rollouts: int = 0
     turns: int = 0
     """Calls whose prompt had an earlier answer to extend: those that do, and those that drifted."""
-    drifted: int = 0
-    restarted: int = 0
+    drifted_calls: int = 0
+    restarted_calls: int = 0
     """Calls whose prompt parts from an earlier prompt, of the same conversation or not; they are no turns."""
-    lost: int = 0
+    drift_lost: int = 0
     """Sampled ids that drifted prompts no longer hold; they are trained all the same, in a trajectory of their own."""
     kinds: dict[str, int] = {}
     """Drifted turns by kind."""
 
     @property
-    def rate(self) -> float:
-        """Drifted turns per turn; 0.0 without any."""
-        return self.drifted / self.turns if self.turns else 0.0
+    def drift_rate(self) -> float | None:
+        """drifted_calls / turns; None without any."""
+        return self.drifted_calls / self.turns if self.turns else None
 
     def add(self, view: RolloutView) -> None:
         """Count a rollout."""
@@ -64,13 +77,13 @@ class DriftTotals(msgspec.Struct):
         for call in view.calls:
             if call.relation == "drifted" and call.drift is not None:
                 self.turns += 1
-                self.drifted += 1
-                self.lost += call.drift.lost
+                self.drifted_calls += 1
+                self.drift_lost += call.drift.lost
                 self.kinds[call.drift.kind] = self.kinds.get(call.drift.kind, 0) + 1
             elif call.relation == "continues":
                 self.turns += 1
             if call.relation != "repeats" and call.drift is not None and call.drift.before_answer:
-                self.restarted += 1
+                self.restarted_calls += 1
 
 
 def drifted_turns(view: RolloutView, *, restarted: bool = False, context: int = 8) -> Iterator[DriftedTurn]:
@@ -92,8 +105,8 @@ def _turn(view: RolloutView, call: CallView, context: int) -> DriftedTurn:
     assert isinstance(nearest, Call)  # a prompt parts from recorded calls only
     return DriftedTurn(
         view.rollout_id,
-        call.key,
-        drift.nearest,
+        *call.key,
+        *drift.nearest,
         call.relation,
         "" if call.relation in ("forked", "separate") else drift.kind,
         drift.index,

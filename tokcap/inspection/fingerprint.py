@@ -16,20 +16,17 @@ import os
 import stat
 import time
 from collections.abc import Collection
-from operator import attrgetter
 from typing import Literal
 
 import msgspec
 
 from ..store.layout import DAMAGED, MANIFEST, is_note, kind_below, kind_of_name
+from .marks import FACTS, SEPARATOR
 
-__all__ = ("NOTHING_SEEN", "Seen", "is_unchanged", "see")
+__all__ = ("NOTHING_SEEN", "Seen", "see")
 
-_FACTS = attrgetter("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
 _SETTLED_NS = 2_000_000_000
 """Twice the coarsest tick of a file system that has hard links (a second, ext4 with small inodes)."""
-_SEPARATOR = "|"
-"""In no name that the store gives."""
 
 _stat = os.stat
 
@@ -78,16 +75,16 @@ def see(rollouts: int, path: str) -> Seen:
     left = [number for number, names in files.items() if all(_is_left(name, home, state, snapshot) for name in names)]
     covered = _covered(found, files, snapshot)
     trusted = all(abs(begun - there.st_ctime_ns) > _SETTLED_NS for there in found.values())
-    trusted &= not any(_SEPARATOR in name for name in covered)
+    trusted &= not any(SEPARATOR in name for name in covered)
     folder = top[0] if len(top) == 1 and stat.S_ISDIR(found[top[0]].st_mode) else ""
-    facts = _FACTS(found[""]) + (_FACTS(found[folder]) if folder else ())
+    facts = FACTS(found[""]) + (FACTS(found[folder]) if folder else ())
     for name in covered:
         if name != folder:
-            facts += _FACTS(found[name])
+            facts += FACTS(found[name])
     return Seen(
         _digest(facts) if trusted else 0,
         folder,
-        _SEPARATOR.join(name[len(folder) + 1 :] if folder else name for name in covered if name != folder),
+        SEPARATOR.join(name[len(folder) + 1 :] if folder else name for name in covered if name != folder),
         state,
         len(files),
         sum(sizes.values()),
@@ -140,23 +137,6 @@ def _covered(found: Collection[str], files: dict[int, list[str]], snapshot: str)
         if any(name.startswith(inside) and name != manifest for name in found):
             left_out.add(manifest)
     return [name for name in found if name not in left_out]
-
-
-def is_unchanged(rollouts: int, path: str, mark: int, folder: str, names: str) -> bool:
-    """Whether the fingerprint of a rollout directory is what `see` found then."""
-    if not mark:
-        return False
-    try:
-        facts: tuple[int, ...] = _FACTS(_stat(path, dir_fd=rollouts, follow_symlinks=False))
-        if folder:
-            path = f"{path}/{folder}"
-            facts += _FACTS(_stat(path, dir_fd=rollouts, follow_symlinks=False))
-        if names:
-            for name in names.split(_SEPARATOR):
-                facts += _FACTS(_stat(f"{path}/{name}", dir_fd=rollouts, follow_symlinks=False))
-    except OSError:
-        return False
-    return hash(facts) == mark
 
 
 def _digest(facts: tuple[int, ...]) -> int:

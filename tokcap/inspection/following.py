@@ -8,7 +8,6 @@ retired or reset before anybody looked is gone.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import os
 import time
@@ -16,21 +15,20 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 
-from ..errors import CorruptError, RetiredError, TokcapError
+from ..errors import RetiredError, TokcapError
 from ..ids import check_rollout_id
-from ..protocol import CallRecord, Outcome
-from ..store import FileStore, RolloutStat, Snapshot
+from ..protocol import Outcome
+from ..store import FileStore, RolloutStat
 from ..store.admission import floors
 from ..store.layout import Layout
-from ..store.records import decode_pieces
 from ..store.root import boot_id
-from .fingerprint import NOTHING_SEEN, Seen, is_unchanged, see
+from .events import CallEvent, clock, events_of
+from .fingerprint import NOTHING_SEEN, Seen, see
+from .marks import is_unchanged
 from .row import proper
-from .view import mean_of
 
-__all__ = ("CallEvent", "Disk", "Finished", "Follower", "OpenCall", "events_of", "last_calls")
+__all__ = ("Disk", "Finished", "Follower", "OpenCall")
 
 _BYTES_A_LOOK = 64 << 20
 _SECONDS_A_LOOK = 0.25
@@ -39,36 +37,6 @@ _OTHERS_A_LOOK = 2000
 _SETTLED_NS = 2_000_000_000
 _FINISHED = 20
 """Finished rollouts that are remembered."""
-_TEXT = 200
-"""Bytes of an answer's text."""
-
-
-class CallEvent(msgspec.Struct, frozen=True):
-    """One choice of a call that was recorded, or a call that was settled without one."""
-
-    rollout_id: str
-    snapshot_id: str
-    model_call_id: str
-    choice_index: int
-    outcome: Outcome
-    prompt: int
-    """Ids of the prompt; 0 without a record."""
-    sampled: int
-    unknown_log_probs: int
-    """Sampled ids without a log-prob."""
-    mean_log_prob: float | None
-    """Of the others, natural log."""
-    text: str
-    """The beginning of the answer, if the engine told the bytes of its tokens."""
-    detail: str
-    took_s: float | None
-    at: float
-    """Unix seconds when it ended, as near as can be told: by the clock of this boot, else the last change on disk."""
-
-    @property
-    def key(self) -> tuple[str, str, int, Outcome]:
-        """What is told once."""
-        return self.snapshot_id, self.model_call_id, self.choice_index, self.outcome
 
 
 class OpenCall(msgspec.Struct, frozen=True):
@@ -127,7 +95,7 @@ class Follower:
     def __init__(self, store: FileStore, *, since: float | None = None) -> None:
         self._store, self._layout = store, Layout(store.directory)
         self._since = time.time() if since is None else since
-        self._boot, self._clock = boot_id(), _clock()  # the same as long as it follows, also if the clock is set
+        self._boot, self._clock = boot_id(), clock()  # the same as long as it follows, also if the clock is set
         self._known: dict[str, _Followed] = {}
         self._shards: dict[str, tuple[int, int]] = {}
         """Modification time of each when it was listed, and when that was."""
@@ -143,6 +111,7 @@ class Follower:
         self.finished: dict[str, Finished] = {}
         """Newest of those that were finished while they were followed, or lately."""
         self.unreadable: dict[str, str] = {}
+        """Rollouts, and directories of the store that can't be listed (`rollouts/XX`), and why."""
         self.grown: Counter[str] = Counter()
         """Bytes that rollouts grew by between the last two looks."""
 
@@ -198,6 +167,7 @@ class Follower:
         for shard in self._names.keys() - shards:
             self._forget(self._names.pop(shard))
             self._shards.pop(shard, None)
+            self.unreadable.pop(_listed(shard), None)
         for shard in shards:
             path = f"{self._layout.rollouts}/{shard}"
             try:
@@ -206,8 +176,11 @@ class Follower:
                 if before is not None and before[0] == changed and before[1] - changed > _SETTLED_NS:
                     continue
                 names = os.listdir(path)
-            except OSError:
+            except OSError as error:
+                if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                    self.unreadable[_listed(shard)] = proper(str(error))
                 continue
+            self.unreadable.pop(_listed(shard), None)
             self._shards[shard] = changed, now
             known = set(self._names.get(shard, ()))
             self._forget(known.difference(names))
@@ -330,103 +303,5 @@ class Follower:
         )
 
 
-def last_calls(store: FileStore, count: int) -> list[CallEvent]:
-    """The calls that ended last, in order. Reads the rollouts that changed last, and no more of them than it needs."""
-    if not count:
-        return []
-    layout, boot, clock = Layout(store.directory), boot_id(), _clock()
-    changed: list[tuple[float, str]] = []
-    rollouts = os.open(layout.rollouts, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for shard in os.listdir(rollouts):
-            with contextlib.suppress(OSError):
-                for name in os.listdir(f"{layout.rollouts}/{shard}"):
-                    with contextlib.suppress(OSError):
-                        changed.append((see(rollouts, f"{shard}/{name}").changed_at, name))
-    finally:
-        os.close(rollouts)
-    found: list[CallEvent] = []
-    for changed_at, name in sorted(changed, reverse=True):
-        if len(found) >= count and changed_at < found[-count].at:
-            break
-        try:
-            stat, snapshot = store.look_now(name, weigh=False)
-        except TokcapError:
-            continue
-        if snapshot is not None:
-            with snapshot:
-                found.extend(events_of(stat, snapshot, changed_at, boot, clock))
-            found.sort(key=lambda event: event.at)
-    return found[-count:]
-
-
-def _clock() -> float:
-    """What makes unix seconds of CLOCK_BOOTTIME."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def events_of(stat: RolloutStat, snapshot: Snapshot, changed_at: float, boot: str, clock: float) -> Iterator[CallEvent]:
-    """Every call of a rollout that has ended, one for each choice that is recorded."""
-    records = {record.model_call_id: record for record in snapshot.calls}
-    entries = snapshot.entries
-    answered = set()
-    for index in entries.chosen:
-        node = entries.nodes[index]
-        try:
-            stored = entries.load(node)
-            text = _text(stored.head.pieces)
-        except CorruptError:
-            continue
-        head = stored.head
-        record = records.get(head.model_call_id)
-        if record is None or record.outcome == "open":  # choices that are still missing
-            continue
-        answered.add(head.model_call_id)
-        known = stored.log_probs.astype(np.float64)
-        known = known[known == known]
-        yield CallEvent(
-            stat.rollout_id,
-            stat.snapshot_id,
-            head.model_call_id,
-            head.choice_index,
-            record.outcome,
-            node.prompt,
-            head.generated,
-            head.generated - len(known),
-            mean_of(known),
-            text,
-            record.detail,
-            *_times(record, changed_at, boot, clock),
-        )
-    for record in snapshot.calls:
-        if record.model_call_id and record.model_call_id not in answered and record.outcome != "open":
-            yield CallEvent(
-                stat.rollout_id,
-                stat.snapshot_id,
-                record.model_call_id,
-                0,
-                record.outcome,
-                0,
-                0,
-                0,
-                None,
-                "",
-                record.detail,
-                *_times(record, changed_at, boot, clock),
-            )
-
-
-def _times(record: CallRecord, changed_at: float, boot: str, clock: float) -> tuple[float | None, float]:
-    took = None
-    if record.ended_at is not None and record.begun_at is not None:
-        took = record.ended_at - record.begun_at
-    return took, record.ended_at + clock if record.ended_at is not None and record.boot_id == boot else changed_at
-
-
-def _text(pieces: msgspec.Raw) -> str:
-    found = b""
-    for piece in decode_pieces(bytes(pieces)) or ():
-        found += piece
-        if len(found) >= _TEXT:
-            break
-    return found[:_TEXT].decode("utf-8", "replace")
+def _listed(shard: str) -> str:
+    return f"rollouts/{shard}"

@@ -43,6 +43,8 @@ class Frame(msgspec.Struct, frozen=True):
     """Calls that ended since the first look, by outcome."""
     states: dict[str, int]
     """Rollouts by state."""
+    unreadable: int
+    """Those that can't be read, and directories of the store that can't be listed."""
     open_calls: int
     """Of open rollouts; what a freeze left open is counted by `tokcap stats`."""
     dead_calls: int
@@ -95,6 +97,7 @@ class Pulse:
             sampled_per_s=sum(sampled for _, _, sampled in self._ended) / window,
             outcomes=dict(self._outcomes.most_common()),
             states=follower.states(),
+            unreadable=len(follower.unreadable),
             open_calls=len(open_calls),
             dead_calls=sum(not call.alive for call in open_calls),
             oldest_open=tuple(open_calls[:_MOST_OPEN]),

@@ -9,15 +9,15 @@ import re
 import time
 from collections.abc import Callable, Collection
 
-from ..errors import DurabilityError, InvalidIdError
+from ..errors import DurabilityError, InvalidIdError, TokcapError
 from ..ids import check_rollout_id
 from ..store import FileStore
 from ..store.files import Files, durability_error
 from ..store.layout import Layout
 from .cache import Kept, RowCache
-from .fingerprint import is_unchanged
 from .keeping import life_of
 from .row import RolloutRow, proper
+from .unchanged import Question, are_unchanged
 from .workers import looked_at
 
 __all__ = ("Progress", "rows", "wanted_ids")
@@ -30,14 +30,19 @@ _WORTH_PROCESSES = 1000
 _SAVED_EVERY_S = 5.0
 
 
-def wanted_ids(store: FileStore, globs: Collection[str] = ()) -> list[str]:
+def wanted_ids(
+    store: FileStore, globs: Collection[str] = (), *, unlisted: dict[str, TokcapError] | None = None
+) -> list[str]:
     """The ids of every rollout with a directory that one of `globs` (`fnmatch`; none: all) names, sorted.
 
-    Names that are no valid ids are among them. Raises `DurabilityError` if a directory of the store can't be listed.
+    Names that are no valid ids are among them. unlisted: gets the directories of the store that can't be listed
+    (`rollouts/XX`), and why; without it `DurabilityError` is raised for the first of them.
     """
     found, failed = _listed(Layout(store.directory), globs)
-    if failed:
+    if failed and unlisted is None:
         raise next(iter(failed.values()))
+    if unlisted is not None:
+        unlisted.update((f"rollouts/{shard}".rstrip("/"), error) for shard, error in failed.items())
     return [name for name, _ in found]
 
 
@@ -125,19 +130,14 @@ def _rows(
         cache.load()
     known = {} if cache is None else cache.rows
     life = life_of(store)
-    rollouts = os.open(layout.rollouts, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name, shard in listed:
-            kept = known.get(name)
-            mark = 0 if kept is None else kept.mark ^ life if kept.row.state == "open" else kept.mark
-            if kept is not None and is_unchanged(rollouts, f"{shard}/{name}", mark, kept.folder, kept.names):
-                found.append(kept.row)
-            elif wrong := _what_is_wrong_with(layout, name, shard):
-                found.append(RolloutRow(proper(name), "unreadable", error=wrong))
-            else:
-                changed.append(name)
-    finally:
-        os.close(rollouts)
+    questions = [_question(f"{shard}/{name}", known.get(name), life) for name, shard in listed]
+    for (name, shard), still in zip(listed, are_unchanged(layout.rollouts, questions), strict=True):
+        if still:
+            found.append(known[name].row)
+        elif wrong := _what_is_wrong_with(layout, name, shard):
+            found.append(RolloutRow(proper(name), "unreadable", error=wrong))
+        else:
+            changed.append(name)
     total, done = len(listed), len(found)
     progress(done, total)
     if not workers:
@@ -165,6 +165,13 @@ def _rows(
     for shard, error in failed.items():
         found.append(RolloutRow(f"{shard}/", "unreadable", error=str(error)))
     return sorted(found, key=lambda row: row.rollout_id)
+
+
+def _question(path: str, kept: Kept | None, life: int) -> Question:
+    """What to ask of a rollout; of one that isn't kept, something that is never so."""
+    if kept is None:
+        return path, 0, "", ""
+    return path, kept.mark ^ life if kept.row.state == "open" else kept.mark, kept.folder, kept.names
 
 
 def _what_is_wrong_with(layout: Layout, name: str, shard: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ..content import name_of
+from ..store.layout import Layout
 from ..trajectory import FLAGS
 from .view import CallKey, CallView, RolloutView
 from .words import OUTCOMES
 
-__all__ = ("facts_of", "fate_of", "tie_of", "why_lost", "why_untrained")
+__all__ = ("facts_of", "fate_of", "tie_of", "why_lost", "why_untrained", "without_directory")
 
 _PARTS = {
     "unknown": "with unknown log-probs",
@@ -92,6 +93,11 @@ def _without_directory(view: RolloutView, text: str) -> str:
         if found:
             return text.replace(above + found, "")
     return text
+
+
+def without_directory(text: str, directory: str, rollout_id: str) -> str:
+    """What is said of a rollout of the store in `directory`, its files named without the directory of the rollout."""
+    return text.replace(f"{Layout(directory).rollout(rollout_id)}/", "")
 
 
 def facts_of(call: CallView) -> list[str]:

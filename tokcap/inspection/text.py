@@ -93,7 +93,7 @@ def told_bytes(ids: Sequence[int] | IdArray, pieces: Sequence[bytes]) -> Iterato
 def pieces_of_store(store: FileStore, first: Iterable[str] = (), *, most: int = _MOST_ROLLOUTS) -> KnownPieces:
     """The pieces of `first`, and of other rollouts drawn evenly from the whole store, `most` of them.
 
-    It stops where more rollouts tell nothing new. What can't be read is left out.
+    It stops where more rollouts tell nothing new. What can't be read or listed is left out.
     """
     from .scan import wanted_ids
 
@@ -101,10 +101,7 @@ def pieces_of_store(store: FileStore, first: Iterable[str] = (), *, most: int = 
     chosen = list(dict.fromkeys(first))
     for rollout_id in chosen:
         _add(known, store, rollout_id)
-    try:
-        others = wanted_ids(store)
-    except TokcapError:
-        return known
+    others = wanted_ids(store, unlisted={})
     step = max(len(others) // max(most, 1), 1)
     nothing_new = 0
     there = set(chosen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Literal, overload
 
 import msgspec
 import numpy as np
@@ -12,7 +12,16 @@ from ..protocol import Delivered, Outcome
 from .prefix import Node, common_prefix
 from .records import NO_BASE, BeginRecord, DeliveryRecord, EntryHead, FinishRecord, SettleRecord
 
-__all__ = ("Call", "Damage", "DigestChain", "Ledger")
+__all__ = (
+    "RECORD_UNSOUND",
+    "SEGMENT_MISSING",
+    "Call",
+    "Damage",
+    "DamageKind",
+    "DigestChain",
+    "Ledger",
+    "segments_missing",
+)
 
 _DIGEST_SIZE = 16
 _DIGEST_LEAVES = 64
@@ -77,6 +86,20 @@ class DigestChain(Sequence[bytes]):
 _NO_DIGESTS = DigestChain(b"")
 
 
+DamageKind = Literal["bytes", "record", "missing"]
+"""bytes: they are not what was written. record: they are, and can't be decoded. missing: the file isn't there."""
+
+# Manifests keep these sentences, and `Damage.kind` is read from them: a later version has to know these, too.
+SEGMENT_MISSING = "the segment file is missing"
+RECORD_UNSOUND = "the checksum holds but the record doesn't"
+_UP_TO, _ARE_MISSING = "the segment files up to ", " are missing"
+
+
+def segments_missing(last: int) -> str:
+    """`SEGMENT_MISSING` of several, up to number `last`."""
+    return f"{_UP_TO}{last:06d}{_ARE_MISSING}"
+
+
 class Damage(msgspec.Struct, frozen=True):
     """Bytes that were durable and can't be read any more."""
 
@@ -84,6 +107,14 @@ class Damage(msgspec.Struct, frozen=True):
     offset: int
     end: int
     reason: str
+
+    @property
+    def kind(self) -> DamageKind:
+        """What sort of damage it is, as its reason says: a manifest keeps nothing else of it."""
+        if self.reason.startswith(RECORD_UNSOUND):
+            return "record"
+        several = self.reason.startswith(_UP_TO) and self.reason.endswith(_ARE_MISSING)
+        return "missing" if several or self.reason == SEGMENT_MISSING else "bytes"
 
     def __str__(self) -> str:
         return f"{self.path}: bytes {self.offset}..{self.end}: {self.reason}"

@@ -26,7 +26,7 @@ from .frame import (
     segment_seed,
 )
 from .layout import SEALED, Directory, LinkName, SegmentName
-from .ledger import Damage, Ledger
+from .ledger import RECORD_UNSOUND, SEGMENT_MISSING, Damage, Ledger, segments_missing
 from .prefix import NO_PARENT, Node, fill_sequence
 from .records import (
     NO_BASE,
@@ -159,10 +159,10 @@ class LogReader:
         expected = self.segments[-1].number + 1 if self.segments else 1
         folder = path.rpartition("/")[0]
         for missing in range(expected, min(number, expected + _NAMED_MISSING)):
-            self._damaged(f"{folder}/{missing:06d}", 0, 0, "the segment file is missing")
+            self._damaged(f"{folder}/{missing:06d}", 0, 0, SEGMENT_MISSING)
         if number > expected + _NAMED_MISSING:
             first = expected + _NAMED_MISSING
-            self._damaged(f"{folder}/{first:06d}", 0, 0, f"the segment files up to {number - 1:06d} are missing")
+            self._damaged(f"{folder}/{first:06d}", 0, 0, segments_missing(number - 1))
         if number < expected:
             self._damaged(path, 0, 0, "a second file of the same segment")
         return number >= expected
@@ -306,7 +306,7 @@ class LogReader:
         self.ledger.damage.append(Damage(path, offset, end, reason))
 
     def _unsound(self, path: str, offset: int, end: int, why: Exception) -> None:
-        self._damaged(path, offset, end, f"the checksum holds but the record doesn't: {why}")
+        self._damaged(path, offset, end, f"{RECORD_UNSOUND}: {why}")
 
     def _torn(self, path: str, offset: int, end: int) -> None:
         self.torn.append(Damage(path, offset, end, "torn tail, never acknowledged"))

@@ -20,7 +20,7 @@ from .buffers import map_or_read, size_to_read
 from .files import Files
 from .frame import FORMAT_VERSION, Buffer, segment_seed
 from .layout import DAMAGED, MANIFEST, Directory, LinkName, snapshot_links
-from .ledger import Damage
+from .ledger import SEGMENT_MISSING, Damage
 from .log import LogReader
 from .manifest import (
     Index,
@@ -280,7 +280,7 @@ def _remember_damage(
 ) -> None:
     """Add the damage that the segments themselves don't show."""
     path, damage = directory.snapshot_path, reader.ledger.damage
-    reason = "the segment file is missing"
+    reason = SEGMENT_MISSING
     if index is None:
         known = {_place(found) for found in damage}
         linked = {link.number for link in links}

@@ -132,21 +132,27 @@ class Plan(msgspec.Struct):
 
 
 @contextmanager
-def opened(store: FileStore | str | os.PathLike[str]) -> Iterator[FileStore]:
-    """The store to write into: a directory is made if it is missing, and closed at the end."""
+def opened(store: FileStore | str | os.PathLike[str], group: str | int | None = None) -> Iterator[FileStore]:
+    """The store to write into: a directory is made if it is missing, and closed at the end.
+
+    group: as for `FileStore`, if a directory is given.
+    """
     if isinstance(store, FileStore):
         yield store
         return
-    with FileStore(store) as made:
+    with FileStore(store, group=group) as made:
         yield made
 
 
 def import_plans(
-    store: FileStore | str | os.PathLike[str], plans: Iterable[Plan | ImportedRollout], told: Told | None
+    store: FileStore | str | os.PathLike[str],
+    plans: Iterable[Plan | ImportedRollout],
+    told: Told | None,
+    group: str | int | None = None,
 ) -> Imported:
     """Write every plan; what a source has to say of rollouts without one is passed on."""
     done = Imported()
-    with opened(store) as into:
+    with opened(store, group) as into:
         for plan in plans:
             found = plan if isinstance(plan, ImportedRollout) else _import(into, plan)
             done.add(found)

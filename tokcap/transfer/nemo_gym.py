@@ -59,15 +59,17 @@ def import_nemo_gym(
     *,
     finish: bool = False,
     freeze: bool = False,
+    group: str | int | None = None,
     told: Told | None = None,
 ) -> Imported:
     """Import every rollout of the directory; a repetition changes nothing, completes what was interrupted, and adds
     what has come since to a rollout that is still open.
 
     finish: note rollouts as finished, with their state there as meta. freeze: freeze all, also those that are open
-    there. told: called for each rollout. A rollout of which the store has another content is in `refused` and changes
-    nothing. Nothing is written into the directory, which may be in use. Raises `StoreNotFoundError` if it isn't there,
-    and what `FileStore` raises. Memory: one rollout at a time, its prompts whole.
+    there. group: the Unix group that shares the store, as for `FileStore`. told: called for each rollout. A rollout of
+    which the store has another content is in `refused` and changes nothing. Nothing is written into the directory,
+    which may be in use. Raises `StoreNotFoundError` if it isn't there, and what `FileStore` raises. Memory: one rollout
+    at a time, its prompts whole.
     """
     path = os.path.abspath(directory)
     if not os.path.isdir(path):
@@ -75,7 +77,7 @@ def import_nemo_gym(
     found = {name.removesuffix(end) for name in os.listdir(path) for end in _ENDS if name.endswith(end)}
     if not found:
         raise StoreNotFoundError(2, "there are no *.tokens.jsonl of NeMo Gym in it; check the path", path)
-    return import_plans(store, (_plan(path, rollout_id, finish, freeze) for rollout_id in sorted(found)), told)
+    return import_plans(store, (_plan(path, rollout_id, finish, freeze) for rollout_id in sorted(found)), told, group)
 
 
 class _Files(msgspec.Struct):

@@ -41,16 +41,18 @@ def import_traffic(
     *,
     finish: bool = False,
     freeze: bool = False,
+    group: str | int | None = None,
     told: Told | None = None,
 ) -> Imported:
     """Import recorded exchanges; a repetition changes nothing, and completes what was interrupted.
 
-    finish: note the rollout as finished, with what its first line says as meta. freeze: freeze it. told: called for
-    each rollout. A file that can't be read, or holds another rollout than the store has under this id, is in `refused`
-    and changes nothing. Raises `OSError`s of the files, and what `FileStore` raises.
+    finish: note the rollout as finished, with what its first line says as meta. freeze: freeze it. group: the Unix
+    group that shares the store, as for `FileStore`. told: called for each rollout. A file that can't be read, or
+    holds another rollout than the store has under this id, is in `refused` and changes nothing. Raises `OSError`s of
+    the files, and what `FileStore` raises.
     """
     paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
-    return import_plans(store, _plans(paths, finish, freeze), told)
+    return import_plans(store, _plans(paths, finish, freeze), told, group)
 
 
 def _plans(paths: Iterable[str | os.PathLike[str]], finish: bool, freeze: bool) -> Iterator[Plan | ImportedRollout]:

@@ -192,8 +192,9 @@ def _print_summary(summary: CheckSummary, as_json: bool, everything: bool) -> No
         print_json({"summary": summary})
         return
     speed = summary.bytes / max(summary.seconds, 1e-6)
+    rollouts = "1 rollout" if summary.rollouts == 1 else f"{amount(summary.rollouts)} rollouts"
     line(
-        f"{amount(summary.rollouts)} rollout{'' if summary.rollouts == 1 else 's'}, {amount(summary.files)} files, {size(summary.bytes)}, "
+        f"{rollouts}, {amount(summary.files)} files, {size(summary.bytes)}, "
         f"{amount(summary.frames)} frames checked in {summary.seconds:.1f} s ({size(int(speed))}/s)"
     )
     said = [f"{amount(summary.damage)} damage", f"{amount(summary.warning)} warnings"]

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 
 from tokcap import FileStore
 from tokcap.errors import TokcapError
-from tokcap.inspection import RolloutRow, check, open_to_look, rows, store_directory
+from tokcap.inspection import RolloutRow, open_to_look, rows, store_directory
+from tokcap.verification import check
 
 OK, WARNING, CRITICAL, UNKNOWN = range(4)
 LEVELS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")

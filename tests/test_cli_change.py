@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.damage import TRUNK, make_entry
-from tests.test_inspection_check import INCARNATION
+from tests.damage_by_hand import INCARNATION
 from tokcap.command import main
 from tokcap.store import FileStore
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.damage import TRUNK, make_entry
-from tests.test_inspection_check import (
+from tests.damage_by_hand import (
     INCARNATION,
     flip,
     misplace,
@@ -28,11 +28,11 @@ from tests.test_inspection_check import (
 )
 from tokcap.command import main
 from tokcap.errors import RetiredError, TokcapError
-from tokcap.inspection import repair as repair_findings
 from tokcap.store import FileStore
 from tokcap.store.fence import lock, open_fence
 from tokcap.store.files import Files
 from tokcap.store.layout import Layout
+from tokcap.verification import repair as repair_findings
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -465,7 +465,7 @@ def test_repair_that_would_lose_something_is_undone(root: Path, run: Run, monkey
     flip(one("rollouts/*/b-frozen/*/v2/manifest", root), 60)
     plant_file(one("rollouts/*/b-frozen", root) / "core")
     before = files_of(root)
-    monkeypatch.setattr(import_module("tokcap.inspection.mending"), "gone", lambda *_: "a record could not be read")
+    monkeypatch.setattr(import_module("tokcap.verification.mending"), "gone", lambda *_: "a record could not be read")
     status, out, _ = run("--repair")
     assert status == 1
     assert "it was undone" in out
@@ -677,7 +677,7 @@ def test_repair_of_other_rollouts_leaves_this_one(root: Path, run: Run) -> None:
 
 def test_repair_reads_before_it_believes(root: Path) -> None:
     """Findings of a check that is out of date repair nothing."""
-    from tokcap.inspection import check
+    from tokcap.verification import check
 
     path = one("rollouts/*/b-frozen/*/v2/000002-*.seg", root)
     whole = path.read_bytes()
@@ -689,7 +689,7 @@ def test_repair_reads_before_it_believes(root: Path) -> None:
 
 
 def test_what_is_mended_since_the_check_is_not_moved_away(root: Path) -> None:
-    from tokcap.inspection import check
+    from tokcap.verification import check
 
     shard = one("rollouts/*/b-frozen", root).parent
     shard.rename(root / "kept")

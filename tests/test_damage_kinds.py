@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.damage import TRUNK, make_entry
-from tests.test_inspection_check import one
-from tokcap.inspection import check
+from tests.damage_by_hand import one
 from tokcap.store import FileStore
 from tokcap.store.ledger import RECORD_UNSOUND, SEGMENT_MISSING, Damage, segments_missing
+from tokcap.verification import check
 
 
 @pytest.mark.parametrize(

@@ -592,7 +592,7 @@ LAYERS = [
     {"trajectory"},
     {"delivery"},
     {"inspection"},
-    {"transfer", "report"},
+    {"verification", "transfer", "report"},
     {"cli"},
     {"command"},
     {"__main__"},

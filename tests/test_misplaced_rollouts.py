@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from tests.damage import TRUNK, make_entry
+from tests.damage_by_hand import flip, one
 from tests.test_cli_verify import Run, entries_of, files_of, found_by, root, run
-from tests.test_inspection_check import flip, one
 from tokcap.errors import RetiredError
-from tokcap.inspection import check
-from tokcap.inspection import repair as repair_findings
-from tokcap.inspection.check import check_place
-from tokcap.inspection.putting_back import PutBack, misplaced_at
 from tokcap.store import FileStore
 from tokcap.store.fence import is_anybody_before, lock, next_place, open_fence
 from tokcap.store.files import Files
 from tokcap.store.layout import Layout
+from tokcap.verification import check
+from tokcap.verification import repair as repair_findings
+from tokcap.verification.checking import check_place
+from tokcap.verification.putting_back import PutBack, misplaced_at
 
 __all__ = ("root", "run")
 

@@ -37,7 +37,15 @@ from .looked_at_stores import recorded_store
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("masked_rollouts", "rescored_log_probs", "drift_rate", "export_for_trainer", "store_health")
-PUBLIC = {"tokcap", "tokcap.inspection", "tokcap.trajectory", "tokcap.delivery", "tokcap.evaluation", "tokcap.errors"}
+PUBLIC = {
+    "tokcap",
+    "tokcap.inspection",
+    "tokcap.verification",
+    "tokcap.trajectory",
+    "tokcap.delivery",
+    "tokcap.evaluation",
+    "tokcap.errors",
+}
 
 Main = Callable[[list[str]], int]
 

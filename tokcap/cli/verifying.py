@@ -13,9 +13,9 @@ from .options import as_json, directory, rollout_globs, unix_group
 from .status import NO
 
 if TYPE_CHECKING:
-    from ..inspection.check import CheckProgress
-    from ..inspection.finding import CheckSummary, Finding
-    from ..inspection.repair import Repaired
+    from ..verification.checking import CheckProgress
+    from ..verification.finding import CheckSummary, Finding
+    from ..verification.repairing import Repaired
 
 __all__ = ("verify_verb",)
 
@@ -60,8 +60,8 @@ def verify_verb(
     if dry_run and not repairing:
         raise click.UsageError("--dry-run goes with --repair")
     from ..inspection import store_directory
-    from ..inspection.check import check
-    from ..inspection.finding import CheckSummary
+    from ..verification.checking import check
+    from ..verification.finding import CheckSummary
     from .naming import nothing
 
     root = store_directory(directory)
@@ -101,9 +101,9 @@ def _check_there(root: str, globs: tuple[str, ...], findings: list[Finding]) -> 
 def _repair(
     root: str, globs: tuple[str, ...], findings: list[Finding], as_json: bool, dry_run: bool, group: str | None
 ) -> int:
-    from ..inspection.check import check, is_meant
-    from ..inspection.finding import CheckSummary
-    from ..inspection.repair import repair
+    from ..verification.checking import check, is_meant
+    from ..verification.finding import CheckSummary
+    from ..verification.repairing import repair
     from .output import line, print_json, safe
 
     if not as_json:

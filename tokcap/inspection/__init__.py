@@ -1,10 +1,9 @@
 """Looking into a store: live, or a copy from another machine, without a server, without a lock, without a write.
 
 ```
-store ─► row   one per rollout, kept in a cache ─► rows, statistics      ls, stats, du, top
-     └─► view  one rollout, call by call, in words ─► drift, difference  show, calls, cat, diff, drift
-     └─► check every byte of every file                                  verify
-           └─► repair  the one thing here that writes                    verify --repair
+store ─► row       one per rollout, kept in a cache ─► rows, statistics      ls, stats, du
+     └─► view      one rollout, call by call, in words ─► drift, difference  show, calls, cat, diff, drift
+     └─► following what is recorded just now ─► events, pulse                tail, top
 ```
 
 ```python
@@ -19,12 +18,9 @@ for rollout_id, state in store.rollouts():
 from __future__ import annotations
 
 from .branches import Branch, Conversation, conversations
-from .check import check
 from .difference import CallDifference, RolloutDifference, call_difference, rollout_difference
 from .drifts import DriftedTurn, DriftTotals, drifted_turns
-from .finding import CheckSummary, Finding
 from .opening import open_to_change, open_to_look, store_directory
-from .repair import Repaired, repair
 from .row import LOG_PROB_EDGES, RolloutRow, row_of
 from .scan import Progress, rows, wanted_ids
 from .statistics import Statistics, statistics, statistics_by
@@ -43,14 +39,11 @@ __all__ = (
     "Branch",
     "CallDifference",
     "CallView",
-    "CheckSummary",
     "Conversation",
     "DriftTotals",
     "DriftView",
     "DriftedTurn",
-    "Finding",
     "Progress",
-    "Repaired",
     "RolloutDifference",
     "RolloutRow",
     "RolloutView",
@@ -61,14 +54,12 @@ __all__ = (
     "Wanted",
     "advice_for",
     "call_difference",
-    "check",
     "conversations",
     "drifted_turns",
     "models_of",
     "open_to_change",
     "open_to_look",
     "pieces_of_store",
-    "repair",
     "rollout_difference",
     "row_of",
     "rows",

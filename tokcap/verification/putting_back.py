@@ -16,7 +16,7 @@ from ..store import fence
 from ..store.files import durability_error
 from ..store.lifecycle import Lifecycle
 from ..store.rollout import Rollout
-from .check import Place
+from .checking import Place
 from .finding import Finding
 from .mending import Repaired
 from .misplaced import id_inside, is_free, rollouts_in

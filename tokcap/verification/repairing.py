@@ -26,14 +26,14 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
+from ..inspection.opening import open_to_change
 from ..store import FileStore
 from ..store.files import Files, Modes, durability_error
 from ..store.root import check_directory, group_id_of, read_marker
-from .check import Place, check_place
+from .checking import Place, check_place
 from .finding import Finding
 from .mending import Mend, Repaired
 from .misplaced import id_inside, is_directory
-from .opening import open_to_change
 from .plan import Plan
 from .putting_back import Misplaced, PutBack, misplaced_at
 from .quarantine import Quarantine

@@ -22,16 +22,16 @@ import msgspec
 
 from ..errors import InvalidIdError
 from ..ids import check_rollout_id
+from ..inspection.opening import open_to_look, store_directory
 from ..store import FileStore
 from ..store.files import Files
 from ..store.layout import Layout
 from ..store.root import boot_id, read_marker
-from .check_rollout import RolloutCheck
 from .finding import CheckSummary, Finding, FindingKind, Level, place_of
 from .look import APART, OF_ANOTHER, READ_BY_OTHERS, WRITTEN_BY_OTHERS, Checked, Owner
 from .misplaced import misplaced, out_of_place
-from .opening import open_to_look, store_directory
 from .quarantine import known_places
+from .rollout import RolloutCheck
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -8,7 +8,7 @@ from ..entry import content_digest
 from ..errors import CorruptError, TokcapError
 from ..store.layout import Layout
 from ..store.looking import Looker
-from .check import Place
+from .checking import Place
 
 __all__ = ("Readable", "gone", "readable")
 

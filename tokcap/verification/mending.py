@@ -18,7 +18,7 @@ from ..store.manifest import IndexedSegment, encode_manifest
 from ..store.publication import publish
 from ..store.rollout import Rollout
 from ..store.snapshot import index_of, links_of, read_published
-from .check import Place
+from .checking import Place
 from .finding import Finding
 from .plan import STAYS, Plan, is_file
 from .quarantine import Quarantine

@@ -11,8 +11,8 @@ from ..errors import TokcapError
 from ..store.files import Files
 from ..store.layout import Layout, is_note, kind_below, kind_of_name, look_into
 from ..store.notes import Notes
-from .check_log import LogLook
 from .finding import Finding
+from .log import LogLook
 from .look import Checked, Owner, UnsteadyError, unreadable
 from .misplaced import out_of_place
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,15 +16,24 @@ import msgspec
 import pytest
 
 from tests.damage import FROZEN, OPEN, RETIRED, TRUNK, Golden, Tree, build_store, make_entry, write_tree
+from tests.damage_by_hand import (
+    INCARNATION,
+    flip,
+    misplace,
+    one,
+    plant_file,
+    rename_shard,
+    replace_by_file,
+    rewrite_manifest,
+)
 from tests.looked_at_stores import recorded_store
 from tokcap.errors import NewerFormatError, StoreNotFoundError
-from tokcap.inspection import CheckSummary, Finding, check
-from tokcap.inspection.check import _checked_together, check_place
 from tokcap.store import FileStore
 from tokcap.store.files import Files
 from tokcap.store.frame import ACKNOWLEDGED, SPACE, Kind
-from tokcap.store.manifest import decode_manifest, encode_manifest
 from tokcap.store.unread import changed_space
+from tokcap.verification import CheckSummary, Finding, check
+from tokcap.verification.checking import _checked_together, check_place
 
 Store = tuple[dict[str, Golden], Tree]
 
@@ -70,29 +78,6 @@ def found_in(root: Path, *globs: str, **options: bool) -> list[Finding]:
 
 def troubles(root: Path) -> list[Finding]:
     return [finding for finding in found_in(root) if finding.level != "info"]
-
-
-def one(pattern: str, root: Path) -> Path:
-    (path,) = root.glob(pattern)
-    return path
-
-
-def rewrite_manifest(path: Path, change: dict[str, Any]) -> None:
-    """As something that knows the format would have written it."""
-    version = path.parent
-    index = decode_manifest(
-        str(path), path.read_bytes(), version.parent.parent.name, version.parent.name, int(version.name[1:])
-    )
-    assert index is not None
-    path.write_bytes(b"".join(encode_manifest(msgspec.structs.replace(index, **change))))
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes((byte ^ 1 << bit,)))
 
 
 # ---- what is as it should be
@@ -355,28 +340,6 @@ def test_quick_check_finds_what_names_and_lengths_show_and_reads_no_segment(smal
 
 # ---- names
 
-
-def plant_file(path: Path) -> None:
-    path.write_bytes(b"x")
-    path.chmod(0o600)
-
-
-def replace_by_file(path: Path) -> None:
-    shutil.rmtree(path)
-    plant_file(path)
-
-
-def misplace(rollout: Path, root: Path) -> None:
-    wrong = root / "rollouts" / "00"
-    wrong.mkdir(mode=0o700)
-    shutil.move(rollout, wrong / "a-open")
-
-
-def rename_shard(rollout: Path) -> None:
-    rollout.parent.rename(rollout.parent.with_name("shard.bak"))
-
-
-INCARNATION = "0123456789abcdef0123456789abcdef"
 
 PLANTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "file in the root": (lambda root: plant_file(root / "notes.txt"), "info", "name"),

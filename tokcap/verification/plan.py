@@ -10,7 +10,7 @@ from ..errors import TokcapError
 from ..store.layout import DAMAGED, LinkName, kind_below, kind_of_name, look_into
 from ..store.log import LogReader
 from ..store.snapshot import load_buffer, read_manifest
-from .check import Place
+from .checking import Place
 from .finding import Finding, place_of
 from .quarantine import known_places
 

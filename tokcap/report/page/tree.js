@@ -67,7 +67,8 @@ class Tree {
     const notes = [];
     if (call.outcome !== "recorded")
       notes.push(badge(words(call.outcome), "o-" + call.outcome, WORDS.outcomes[call.outcome]));
-    if (call.verdict && call.verdict !== "trained" && call.verdict !== call.outcome)
+    const isCounted = call.verdict === "unknown" && call.unknown; // by the note with their number
+    if (call.verdict && call.verdict !== "trained" && call.verdict !== call.outcome && !isCounted)
       notes.push(badge(words(call.verdict), "warn", WORDS.metrics[call.verdict]));
     if (call.afterGap) notes.push(badge("after gap", "warn", WORDS.flags.after_gap));
     if (call.relation === "drifted") notes.push(badge("drift", "drift"));

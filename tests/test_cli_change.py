@@ -162,7 +162,7 @@ def test_a_terminal_is_asked(root: Path) -> None:
     asked = ("retire", "b-frozen", "--current", "--dir", str(root))
     status, screen = on_a_terminal(b"n\n", *asked)
     assert status == 130
-    assert "1 calls" in screen
+    assert "1 call" in screen
     assert states(root) == BEFORE
     assert on_a_terminal(b"y\n", *asked)[0] == 0
     assert states(root)["b-frozen"] == "retired"
@@ -176,7 +176,7 @@ def test_reset_says_what_is_forgotten_and_forgets_it(root: Path, run: Run) -> No
     assert status == 0
     assert "2 rollouts with 2 calls and 6 sampled tokens" in out
     assert str(root) in err
-    assert "b-frozen: frozen, 1 calls, 3 sampled tokens" in err
+    assert "b-frozen: frozen, 1 call, 3 sampled tokens" in err
     assert states(root) == {"c-retired": "retired"}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage_by_hand import flip, one
 from tests.test_cli_show import entry, run
 from tokcap import FileStore, TokenEntry
 
@@ -89,6 +90,19 @@ def test_a_copy_is_equal_and_a_changed_one_is_not(
     )
     status, _, err = run(capsys, "diff", "s", "--dir", store, "--dir2", tmp_path / "copy")
     assert status == 3 and "there is no rollout s" in err
+
+
+def test_a_copy_of_a_damaged_store_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "store"
+    with FileStore(root) as store:
+        for call, length in (("one", 100), ("two", 200), ("three", 300)):  # each is stored as what it adds
+            store.begin_call_now("r", call)
+            store.put_now(entry("r", call, list(range(length)), [length, 7], finish_reason=f"finish-{call}"))
+        store.freeze_now("r").close()
+    flip(one("rollouts/*/r/*/v1/*.seg", root), one("rollouts/*/r/*/v1/*.seg", root).read_bytes().index(b"finish-one"))
+    shutil.copytree(root, tmp_path / "a copy")
+    status, out, err = run(capsys, "diff", "--dir", root, "--dir2", tmp_path / "a copy")
+    assert (status, out, err) == (0, "1 of 1 rollouts are equal\n", "")
 
 
 @pytest.mark.parametrize("things", [(), ("r",), ("r/one", "s", "r"), ("r", "one", "two", "three")])

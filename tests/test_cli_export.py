@@ -142,7 +142,7 @@ def test_what_changed_since_is_named_with_what_to_do(
     assert main(arguments) == 0
     said = capsys.readouterr()
     assert "changed since it was exported: linear-1: it is in part-00000.jsonl; remove that file" in said.err
-    assert "(4 rollouts were there already)" in said.out
+    assert "(4 rollouts there already)" in said.out
     assert main([*arguments, "--strict"]) == 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import recordings
+from tests.damage_by_hand import one, replace_by_file
 from tests.looked_at_stores import recorded_store
 from tokcap import FileStore, TokenEntry
 from tokcap.command import main
@@ -137,6 +139,21 @@ def test_lost_and_open_calls_damage_and_late_notes_are_shown(
     assert "\x1b" not in out
 
 
+def test_the_advice_on_a_call_that_a_dead_server_left_open_names_a_command_that_lists_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "store"
+    with FileStore(root) as store:
+        store.begin_call_now("r", "one")
+        store.put_now(entry("r", "one", [1], [2, 3]))
+        store.begin_call_now("r", "cut-short")
+        _, out, _ = run(capsys, "show", "r", "--dir", root)
+        (command,) = re.findall("`tokcap (calls [^`]*)`", " ".join(out.split()))
+        status, out, err = run(capsys, *command.split(), "--dir", root)
+    assert (status, err) == (0, "")
+    assert [line.split("\t")[2] for line in out.splitlines()[1:]] == ["cut-short"]
+
+
 def test_a_call_whose_record_is_damaged_is_not_said_to_run_still(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +176,24 @@ def test_a_call_whose_record_is_damaged_is_not_said_to_run_still(
         assert f"v1/{segment.name}: bytes " in lost and str(tmp_path) not in lost
     assert "`tokcap verify r` what is damaged" in run(capsys, "show", "r", "--dir", root)[1]
     assert "in the damaged bytes" in run(capsys, "cat", "r", "two", "--dir", root)[1]
+
+
+def test_what_is_in_the_way_of_a_rollout_is_said_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "store"
+    with FileStore(root) as store:
+        for name in ("file", "link"):
+            store.put_now(entry(name, "one", [1], [2]))
+    replace_by_file(one("rollouts/*/file", root))
+    link = one("rollouts/*/link", root)
+    link.rename(tmp_path / "elsewhere")
+    link.symlink_to(tmp_path / "elsewhere")
+    for name in ("file", "link"):
+        status, out, err = run(capsys, "show", name, "--dir", root)
+        assert (status, out) == (4, "")
+        assert "a file, or a link, is where a directory belongs; see tokcap verify" in err
+        assert "tried again" not in err
 
 
 def test_a_rollout_where_nobody_looks_for_it_is_not_offered_as_its_own_neighbour(

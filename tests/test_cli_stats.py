@@ -107,6 +107,16 @@ def test_stats_prints_what_the_sums_are(recorded: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["sampled"] == found.sampled
 
 
+def test_policy_versions_are_in_the_order_of_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["", "2", "009", "10", "100", "9" * 5000, "step-2", "step-10", "step-10-b"]
+    with FileStore(tmp_path / "store") as store:
+        for number, name in enumerate(sorted(names)):
+            spans = [(name, 0, 1)] if name else []
+            store.put_now(TokenEntry("r", f"call-{number}", [1], [number], [-0.5], policy_versions=spans))
+    assert main(["stats", "--dir", str(tmp_path / "store"), "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["policy_versions"]) == names
+
+
 def test_stats_takes_the_filters_of_ls(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines_of(capsys, "stats", "linear-*", "--dir", str(recorded))["rollouts.all"][0] == "6"
     assert lines_of(capsys, "stats", "--reason", "ambiguous", "--dir", str(recorded))["rollouts.all"][0] == "3"

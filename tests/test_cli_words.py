@@ -209,4 +209,4 @@ def test_a_directory_that_cannot_be_listed_hides_no_other(
     assert main([*words.split(), "--dir", str(tmp_path / "store")]) == 4
     told = capsys.readouterr()
     assert f"tokcap: rollouts/{shard.name} can't be listed: " in told.err
-    assert "1 rollouts" in told.out or '"rollouts":1' in told.out or "c0" in told.out
+    assert "1 rollout" in told.out or '"rollouts":1' in told.out or "c0" in told.out

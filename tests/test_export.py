@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests import recordings
+from tests.damage_by_hand import replace_by_file
 from tests.exported import SUFFIXES, read
 from tokcap import FileStore, TokenEntry, build
 from tokcap.errors import BusyError, InvalidOptionError
@@ -242,6 +243,22 @@ def test_a_rollout_that_cannot_be_read_is_named_and_stops_no_other(store: FileSt
     assert [record["rollout_id"] for record in read(tmp_path / "out.jsonl", "trajectory")] == ["a", "c"]
     assert done.skipped == {"unreadable": 1}
     assert len(done.unreadable) == 1
+
+
+def test_every_rollout_whose_directory_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store") as other:
+        for name in ("a", "b", "c", "d"):
+            other.put_now(TokenEntry(name, "call", [1], [2], [-0.5]))
+            other.freeze_now(name).close()
+    for name in ("b", "d"):
+        (directory,) = (tmp_path / "store" / "rollouts").glob(f"*/{name}")
+        replace_by_file(directory)
+    for globs in ((), ("*",), ("b", "?")):
+        done = export(tmp_path / "store", tmp_path / "out.jsonl", globs)
+        assert done.rollouts == 2
+        assert done.skipped == {"unreadable": 2}
+        assert sorted(done.unreadable) == ["b", "d"]
+    assert sorted(export(tmp_path / "store", tmp_path / "other.jsonl", "[a-c]").unreadable) == ["b"]
 
 
 def test_a_damaged_rollout_gives_what_is_whole_and_is_named(tmp_path: Path) -> None:

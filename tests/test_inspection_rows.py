@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import stat
 import sys
 import threading
 import time
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -216,7 +218,7 @@ def test_a_directory_without_permission_is_unreadable(recorded: Path, monkeypatc
     monkeypatch.setattr(Files, "listdir", listdir)
     (row,) = [row for row in rows(looking(recorded)) if row.state != "frozen"]
     assert (row.rollout_id, row.state) == ("linear-0", "unreadable")
-    assert "permission denied" in row.error
+    assert "its owner or its mode forbids it" in row.error
     monkeypatch.undo()
     assert all(row.state == "frozen" for row in rows(looking(recorded)))  # what fails is not kept
 
@@ -681,9 +683,14 @@ def test_two_processes_find_what_one_finds(
     assert answers(recorded, questions) == [True] * 25 + [False] * 5
 
 
-@pytest.mark.parametrize("program", ["", "raise SystemExit(1)", "print(end='1')", "import os; os.close(0)"])
+@pytest.mark.parametrize("program", ["", "raise SystemExit('no')", "print(end='1')", "import os; os.close(0)"])
 def test_what_the_other_process_does_not_answer_is_looked_at_here(
-    recorded: Path, questions: list[Question], program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: Path,
+    questions: list[Question],
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(unchanged, "_WORTH_A_PROCESS", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
@@ -693,3 +700,83 @@ def test_what_the_other_process_does_not_answer_is_looked_at_here(
     assert answers(recorded, questions) == expected
     monkeypatch.setattr(sys, "executable", "/no/such/program")
     assert answers(recorded, questions) == expected
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unchanged, "_WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_process_that_is_forked_meanwhile_and_lives_on_is_not_waited_for(
+    recorded: Path, questions: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has whatever was open when another thread forked it."""
+    release, held = os.pipe()
+    real = os.posix_spawn
+    forked: list[int] = []
+
+    def spawn(*arguments: Any, **options: Any) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests
+            process = os.fork()
+        if not process:
+            os.close(held)
+            select.select([release], [], [], 10)
+            os._exit(0)
+        forked.append(process)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    assert answers(recorded, questions[:-1]) == [True] * 25 + [False] * 4
+    assert os.waitpid(forked[0], os.WNOHANG) == (0, 0)
+    os.close(held)
+    os.waitpid(forked[0], 0)
+    os.close(release)
+
+
+@pytest.mark.usefixtures("two_processes")
+@pytest.mark.parametrize("program", ["", None])
+def test_the_other_process_is_not_killed_if_the_kernel_collected_it(
+    recorded: Path, questions: list[Question], program: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be somebody else's by then."""
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: killed.append(process))
+    if program is not None:
+        (tmp_path / "other.py").write_text(program)
+        monkeypatch.setattr(marks, "__file__", str(tmp_path / "other.py"))
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert answers(recorded, questions[:-1]) == [True] * 25 + [False] * 4
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert killed == []
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_the_other_process_ends_if_this_one_is_interrupted(
+    recorded: Path, questions: list[Question], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.posix_spawn
+    begun: list[int] = []
+
+    def spawn(*arguments: Any, **options: Any) -> int:
+        begun.append(real(*arguments, **options))
+        return begun[0]
+
+    def interrupted(*arguments: object) -> bool:
+        raise KeyboardInterrupt
+
+    (tmp_path / "other.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(marks, "__file__", str(tmp_path / "other.py"))
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    monkeypatch.setattr(unchanged, "is_unchanged", interrupted)
+    open_before = os.listdir("/proc/self/fd")
+    with pytest.raises(KeyboardInterrupt):
+        answers(recorded, questions[:-1])
+    with pytest.raises(ChildProcessError):
+        os.waitpid(begun[0], os.WNOHANG)
+    assert os.listdir("/proc/self/fd") == open_before

@@ -392,3 +392,91 @@ def test_what_is_no_directory_is_moved_to_quarantine(root: Path, run: Run) -> No
     assert sorted(path.name for path in rollout.parent.iterdir()) == ["a-open"]
     assert sorted(path.name for path in root.glob("quarantine/*/moved/rollouts/*/*")) == ["core", "link"]
     assert entries_of(root, "a-open") == {"c0", "c1", "c2"}
+
+
+def renamed_incarnation(rollout: Path) -> None:
+    incarnation = one("*", rollout)
+    incarnation.rename(incarnation.with_name(f"{incarnation.name}.bak"))
+
+
+def renamed_snapshot(rollout: Path) -> None:
+    one("*/v*", rollout).rename(one("*", rollout) / "v2.bak")
+
+
+def snapshot_beside_its_incarnation(rollout: Path) -> None:
+    one("*/v*", rollout).rename(rollout / "v2")
+
+
+def incarnation_above_the_shards(rollout: Path) -> None:
+    one("*", rollout).rename(rollout.parent.parent / one("*", rollout).name)
+
+
+def renamed_incarnation_in_a_misplaced_rollout(rollout: Path) -> None:
+    renamed_incarnation(rollout)
+    rollout.rename(rollout.parent.parent / rollout.name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        renamed_incarnation,
+        renamed_snapshot,
+        snapshot_beside_its_incarnation,
+        incarnation_above_the_shards,
+        renamed_incarnation_in_a_misplaced_rollout,
+    ],
+)
+def test_records_under_a_name_that_nobody_reads_are_damage_and_stay(
+    root: Path, run: Run, change: Callable[[Path], None]
+) -> None:
+    change(place_of(root, "b-frozen"))
+    before = files_of(root)
+    for _ in range(2):
+        status, out, _ = run("--repair")
+        assert status == 1
+        assert "left to you: " in out
+        assert files_of(root) == before
+        assert not (root / "quarantine").exists()
+
+
+def test_whose_records_have_a_name_that_nobody_reads_is_told(root: Path, run: Run) -> None:
+    renamed_snapshot(place_of(root, "b-frozen"))
+    (finding,) = found_by(run, "b-*")
+    assert (finding["level"], finding["kind"], finding["rollout_id"]) == ("damage", "wrong_shard", "b-frozen")
+    assert "give it its name back" in finding["advice"]
+    assert "give it its name back" in run("--repair", "b-*")[1]
+
+
+def test_rollouts_in_each_others_places_go_back_as_these_become_free(root: Path, run: Run) -> None:
+    whole, states = files_of(root), states_of(root)
+    place_of(root, "c-retired").rename(root / "c")
+    place_of(root, "b-frozen").rename(place_of(root, "c-retired"))
+    place_of(root, "a-open").rename(place_of(root, "b-frozen"))
+    (root / "rollouts" / "00").mkdir(mode=0o700)
+    (root / "c").rename(root / "rollouts" / "00" / "c-retired")
+    planned = [
+        line.split("would have ")[1] for line in run("--repair", "--dry-run")[1].splitlines() if "would have " in line
+    ]
+    status, out, _ = run("--repair")
+    assert status == 0, out
+    assert "left to you" not in out
+    assert [line for line in planned if line.startswith("put ")] == [
+        line.strip() for line in out.splitlines() if line.strip().startswith("put ")
+    ]
+    assert states_of(root) == states
+    now = files_of(root)
+    assert {path: data for path, data in now.items() if path in whole} == whole
+
+
+def test_a_tombstone_does_not_go_with_the_records_of_another_rollout(root: Path, run: Run) -> None:
+    """Somebody moved an incarnation beside it: retired stays retired, and the other one doesn't become so."""
+    incarnation, retired = one("*", place_of(root, "a-open")), place_of(root, "c-retired")
+    incarnation.rename(retired / incarnation.name)
+    before = files_of(root)
+    for _ in range(2):
+        status, out, _ = run("--repair")
+        assert status == 1
+        assert "its segments say another rollout" in out
+        assert files_of(root) == before
+        assert states_of(root)["c-retired"] == "retired"
+        assert states_of(root).get("a-open", "absent") == "absent"

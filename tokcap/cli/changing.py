@@ -116,11 +116,11 @@ def _state(stat: RolloutStat) -> str:
 
 
 def _show_current(stat: RolloutStat, root: str) -> None:
-    from .output import amount, safe, size
+    from .output import amount, counted, safe, size
 
     sys.stderr.write(
         f"rollout {stat.rollout_id} in {safe(root)}: version {stat.version} of {stat.snapshot_id}, "
-        f"{amount(len(stat.calls))} calls, {amount(stat.entries)} with a record, {size(stat.bytes)}"
+        f"{counted(len(stat.calls), 'call')}, {amount(stat.entries)} with a record, {size(stat.bytes)}"
         f"{', incomplete' if stat.incomplete else ''}{'' if stat.finished else ', not finished by its owner'}\n"
     )
 
@@ -196,7 +196,7 @@ def reset_verb(
     from ..inspection import open_to_look, row_of, wanted_ids
     from ..inspection.opening import open_to_change
     from .naming import is_glob, near, nothing
-    from .output import amount, line, print_json, safe
+    from .output import counted, line, print_json, safe
 
     if not yes and any(map(is_glob, rollouts)):
         raise click.UsageError("a glob needs --yes; `tokcap ls GLOB` shows what it means")
@@ -211,7 +211,7 @@ def reset_verb(
     if not rows:
         return nothing(root, asked=True)
     calls, tokens = sum(row.calls for row in rows), sum(row.sampled for row in rows)
-    what = f"{amount(len(rows))} rollouts with {amount(calls)} calls and {amount(tokens)} sampled tokens"
+    what = f"{counted(len(rows), 'rollout')} with {counted(calls, 'call')} and {counted(tokens, 'sampled token')}"
     if not as_json:
         _show(rows, root)
     _ask(f"Forget {what} in {root}?", yes)
@@ -227,13 +227,12 @@ def reset_verb(
 
 def _show(rows: list[RolloutRow], root: str) -> None:
     """On standard error, before it is done."""
-    from .output import amount, safe
+    from .output import amount, counted, safe
 
     sys.stderr.write(f"changing {safe(root)}\n")
     for row in rows[:_SHOWN]:
-        sys.stderr.write(
-            f"  {safe(row.rollout_id)}: {row.state}, {amount(row.calls)} calls, {amount(row.sampled)} sampled tokens\n"
-        )
+        weight = f"{counted(row.calls, 'call')}, {counted(row.sampled, 'sampled token')}"
+        sys.stderr.write(f"  {safe(row.rollout_id)}: {row.state}, {weight}\n")
     if len(rows) > _SHOWN:
         sys.stderr.write(f"  and {amount(len(rows) - _SHOWN)} more\n")
 
@@ -268,7 +267,7 @@ def sweep_verb(older_than_s: float, dry_run: bool, directory: str | None, unix_g
     from ..inspection import open_to_look
     from ..inspection.opening import open_to_change
     from ..inspection.remains import remains
-    from .output import amount, line, print_json, safe, size
+    from .output import amount, counted, line, print_json, safe, size
 
     with open_to_look(directory) as looking:
         root = looking.directory
@@ -287,7 +286,7 @@ def sweep_verb(older_than_s: float, dry_run: bool, directory: str | None, unix_g
         print_json(said | {"unreadable": found.unreadable})
         return 0
     line(
-        f"{'would remove' if dry_run else 'removed'} {amount(removed)} tombstones and {amount(left)} leftovers of "
+        f"{'would remove' if dry_run else 'removed'} {counted(removed, 'tombstone')} and {amount(left)} leftovers of "
         f"crashes, {size(freed)}, in {safe(root)}"
     )
     if found.unreadable:

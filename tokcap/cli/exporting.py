@@ -102,7 +102,7 @@ def export_verb(
     from ..inspection.telling import without_directory
     from ..transfer import export
     from .naming import check_named, is_glob, nothing
-    from .output import line, print_json, safe, size
+    from .output import counted, line, print_json, safe, size
     from .progress import progress_bar
 
     store = open_to_look(directory)
@@ -133,8 +133,8 @@ def export_verb(
     if as_json:
         print_json(done)
     else:
-        count = f"{done.rollouts} rollouts, {done.records} records, {size(done.bytes)}"
-        already = f" ({done.already} rollouts were there already)" if done.already else ""
+        count = f"{counted(done.rollouts, 'rollout')}, {counted(done.records, 'record')}, {size(done.bytes)}"
+        already = f" ({counted(done.already, 'rollout')} there already)" if done.already else ""
         to = f" to {safe(done.to)}" if done.parts or done.already else "; nothing was written"
         line(f"{count}{to}{already}")
     if not done.rollouts and not done.already:

@@ -125,12 +125,12 @@ def _teller(as_json: bool) -> Callable[[ImportedRollout], None]:
 
 
 def _end(done: Imported, as_json: bool) -> int:
-    from .output import line
+    from .output import counted, line
 
     if not as_json:
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(done.outcomes.items()))
-        line(f"{done.imported} rollouts imported, {done.unchanged} unchanged, {done.frozen} of them frozen")
-        line(f"{done.calls} calls ({outcomes or 'none'}), {done.entries} entries")
+        line(f"{counted(done.imported, 'rollout')} imported, {done.unchanged} unchanged, {done.frozen} of them frozen")
+        line(f"{counted(done.calls, 'call')} ({outcomes or 'none'}), {done.entries} entries")
         if done.refused or done.skipped:
             line(f"{len(done.refused)} refused, {len(done.skipped)} skipped: see standard error")
     if done.refused:

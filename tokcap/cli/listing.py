@@ -126,7 +126,8 @@ def _print_table(shown: Sequence[RolloutRow], rows: Sequence[RolloutRow]) -> Non
     )
     if len(shown) < len(rows):
         wrong = sum(bool(row.why) for row in rows)
-        line(f"... and {amount(len(rows) - len(shown))} more; of all, {amount(wrong)} with a WHY (--wrong; --limit 0)")
+        some = f"; of all, {amount(wrong)} with a WHY (--wrong)" if wrong < len(rows) else ""
+        line(f"... and {amount(len(rows) - len(shown))} more (--limit 0){some}")
     line(_totals(rows))
 
 

@@ -19,6 +19,7 @@ __all__ = (
     "amount",
     "amount_cell",
     "console",
+    "counted",
     "json_of",
     "line",
     "print_json",
@@ -180,6 +181,11 @@ def size(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 call`, `2,000 calls`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def amount(count: int) -> str:

@@ -222,7 +222,7 @@ def _draw_trees(view: RolloutView, groups: Sequence[tuple[str, Sequence[Branch |
 
 def _groups(found: list[Conversation]) -> list[tuple[str, list[Branch]]]:
     """What is shown together, with a title if there are several: conversations of one call need none of their own."""
-    from .output import amount
+    from .output import amount, counted
 
     groups: list[tuple[str, list[Branch]]] = []
     alone = False
@@ -237,7 +237,7 @@ def _groups(found: list[Conversation]) -> list[tuple[str, list[Branch]]]:
         else:
             trained = amount(conversation.trained)
             groups.append(
-                (f"conversation of {amount(conversation.calls)} calls, {trained} ids trained", conversation.branches)
+                (f"conversation of {counted(conversation.calls, 'call')}, {trained} ids trained", conversation.branches)
             )
         alone = single
     if len(groups) == 1 and found[0].first is not None:

@@ -186,18 +186,17 @@ def _cells(finding: Finding, root: str) -> list[str]:
 
 
 def _print_summary(summary: CheckSummary, as_json: bool, everything: bool) -> None:
-    from .output import amount, line, print_json, size
+    from .output import amount, counted, line, print_json, size
 
     if as_json:
         print_json({"summary": summary})
         return
     speed = summary.bytes / max(summary.seconds, 1e-6)
-    rollouts = "1 rollout" if summary.rollouts == 1 else f"{amount(summary.rollouts)} rollouts"
     line(
-        f"{rollouts}, {amount(summary.files)} files, {size(summary.bytes)}, "
-        f"{amount(summary.frames)} frames checked in {summary.seconds:.1f} s ({size(int(speed))}/s)"
+        f"{counted(summary.rollouts, 'rollout')}, {counted(summary.files, 'file')}, {size(summary.bytes)}, "
+        f"{counted(summary.frames, 'frame')} checked in {summary.seconds:.1f} s ({size(int(speed))}/s)"
     )
-    said = [f"{amount(summary.damage)} damage", f"{amount(summary.warning)} warnings"]
+    said = [f"{amount(summary.damage)} damage", counted(summary.warning, "warning")]
     if summary.known:
         said.append(f"{amount(summary.known)} known")
     if summary.info:

@@ -124,7 +124,7 @@ def _show(pulse: Pulse, directory: str, interval: float) -> None:
 
 def _lines(frame: Frame, directory: str) -> list[tuple[str, str]]:
     """A frame as lines, each with its style."""
-    from .output import age, amount, safe, size
+    from .output import age, amount, counted, safe, size
 
     states = ", ".join(f"{amount(count)} {state}" for state, count in frame.states.items()) or "none"
     outcomes = ", ".join(f"{amount(count)} {outcome}" for outcome, count in frame.outcomes.items()) or "none"
@@ -156,7 +156,7 @@ def _lines(frame: Frame, directory: str) -> list[tuple[str, str]]:
     if frame.finished:
         lines.append(("finished last", ""))
         lines += [
-            (f"  {age(frame.at - one.at):>5}  {safe(one.rollout_id)}, {amount(one.calls)} calls", "")
+            (f"  {age(frame.at - one.at):>5}  {safe(one.rollout_id)}, {counted(one.calls, 'call')}", "")
             for one in frame.finished[:_SHOWN]
         ]
     if frame.grown:

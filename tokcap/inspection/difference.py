@@ -16,6 +16,7 @@ from ..store import FileStore
 from ..store.prefix import common_prefix
 from ..store.records import Contents
 from ..trajectory.recorded import Call
+from .telling import detail_of
 from .view import CallKey, CallView, RolloutView, view_of
 
 __all__ = ("CallDifference", "Kind", "RolloutDifference", "call_difference", "rollout_difference", "store_differences")
@@ -75,12 +76,12 @@ def call_difference(one: RolloutView, key: CallKey, other: RolloutView, other_ke
     """Compare one choice of a call with another one, in the same rollout or not."""
     mine, its = one.recorded(key), other.recorded(other_key)
     if mine is None or its is None:
-        fields = _told_of_records(one.call(key), other.call(other_key))
+        fields = _told_of_records(one, key, other, other_key)
         kind: Kind = "missing" if (mine is None) != (its is None) else "contents" if fields else "equal"
         return CallDifference(key, other_key, kind, fields=fields)
     ids, its_ids = (sequence(view, call) for view, call in ((one, mine), (other, its)))
     lengths = (mine.prompt, mine.sampled), (its.prompt, its.sampled)
-    fields = (*_told_of_records(one.call(key), other.call(other_key)), *_told_of_contents(mine, its))
+    fields = (*_told_of_records(one, key, other, other_key), *_told_of_contents(mine, its))
     index = common_prefix(ids, its_ids)
     if index < max(len(ids), len(its_ids)):
         return CallDifference(key, other_key, "ids", index, lengths, fields=fields)
@@ -158,10 +159,15 @@ def _apart(one: FloatArray, other: FloatArray) -> tuple[int, float, int]:
     return count, float(distance[at]), at
 
 
-def _told_of_records(one: CallView | None, other: CallView | None) -> tuple[str, ...]:
-    """Statements about calls that differ; times never agree, and don't count."""
-    names = ("outcome", "delivered", "detail", "retry_count")
-    return tuple(name for name in names if getattr(one, name, None) != getattr(other, name, None))
+def _told_of_records(one: RolloutView, key: CallKey, other: RolloutView, other_key: CallKey) -> tuple[str, ...]:
+    """Statements about calls that differ; times never agree, and don't count. Nor does where the store lies."""
+    mine, its = _statements(one, one.call(key)), _statements(other, other.call(other_key))
+    return tuple(name for name in mine if mine[name] != its[name])
+
+
+def _statements(view: RolloutView, call: CallView | None) -> dict[str, Any]:
+    told = {name: getattr(call, name, None) for name in ("outcome", "delivered", "detail", "retry_count")}
+    return told if call is None else told | {"detail": detail_of(view, call)}
 
 
 def _told_of_contents(one: Call, other: Call) -> tuple[str, ...]:

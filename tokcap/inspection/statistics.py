@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
@@ -125,7 +127,7 @@ def statistics(rows: Iterable[RolloutRow]) -> Statistics:
         restarted_calls=metrics["restarted_calls"],
         drift_lost=metrics["drift_lost"],
         drift_rate=_fraction(metrics["drifted_calls"], metrics["turns"]),
-        policy_versions=dict(sorted(versions.items())),
+        policy_versions=dict(sorted(versions.items(), key=lambda one: _by_numbers(one[0]))),
         models=_sorted(models),
         log_probs=tuple(log_probs.tolist()),
         zero_log_probs=metrics["zero_log_probs"],
@@ -182,6 +184,12 @@ def _summed_counts(counts: Iterable[tuple[tuple[str, int], ...]]) -> Counter[str
         for name, count in said:
             found[name] += count * times
     return found
+
+
+def _by_numbers(name: str) -> tuple[list[tuple[int, str]], str]:
+    """A key that sorts step-9 before step-10: numbers by their value, and before other text."""
+    parts = re.findall(r"0*([0-9]+)|([^0-9]+)", name)
+    return [(len(digits), digits) if digits else (sys.maxsize, text) for digits, text in parts], name
 
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:

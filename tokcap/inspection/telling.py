@@ -8,7 +8,7 @@ from ..trajectory import FLAGS
 from .view import CallKey, CallView, RolloutView
 from .words import OUTCOMES
 
-__all__ = ("facts_of", "fate_of", "tie_of", "why_lost", "why_untrained", "without_directory")
+__all__ = ("detail_of", "facts_of", "fate_of", "tie_of", "why_lost", "why_untrained", "without_directory")
 
 _PARTS = {
     "unknown": "with unknown log-probs",
@@ -83,16 +83,17 @@ def why_lost(view: RolloutView, call: CallView) -> str:
     """Why a call has no record: what was noted, else what the outcome means. Its files are named without the directory
     of the rollout, which `RolloutView.damage` has."""
     if call.detail:
-        return _without_directory(view, call.detail)
+        return detail_of(view, call)
     return _OPEN_OR_DAMAGED if call.outcome == "open" and view.damage else OUTCOMES[call.outcome]
 
 
-def _without_directory(view: RolloutView, text: str) -> str:
+def detail_of(view: RolloutView, call: CallView) -> str:
+    """`call.detail`, its files named without the directory of the rollout."""
     for damage in view.damage[:1]:
         above, found, _ = damage.rpartition(f"/{view.rollout_id}/")
         if found:
-            return text.replace(above + found, "")
-    return text
+            return call.detail.replace(above + found, "")
+    return call.detail
 
 
 def without_directory(text: str, directory: str, rollout_id: str) -> str:

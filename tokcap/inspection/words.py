@@ -112,8 +112,8 @@ ADVICE: Final = {
     "lost_call": Advice(
         "a call whose record is lost may be the scored one, or lie inside its chain",
         "the engine gave no usable ids for it, its server died, or its bytes are damaged",
-        "`tokcap calls ROLLOUT --outcome lost` says why for each, `tokcap verify ROLLOUT` what is damaged. "
-        "Trajectories are still delivered, flagged after_gap; only the single response can't be rebuilt",
+        "`tokcap calls ROLLOUT --outcome lost --outcome open` says why for each, `tokcap verify ROLLOUT` what is "
+        "damaged. Trajectories are still delivered, flagged after_gap; only the single response can't be rebuilt",
     ),
     "drift": Advice(
         "the scored conversation drifted, and on_drift is `mask`",

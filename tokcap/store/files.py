@@ -292,7 +292,8 @@ def durability_error(error: OSError, doing: str, path: str) -> DurabilityError:
         errno.EMFILE: "too many open files: raise the descriptor limit (ulimit -n)",
         errno.ENFILE: "too many open files on this machine",
         errno.EROFS: "the file system is read-only",
-        errno.EACCES: "permission denied",
+        errno.EACCES: "its owner or its mode forbids it",
+        errno.ENOTDIR: "a file, or a link, is where a directory belongs; see tokcap verify",
         errno.EIO: "the device reported an error: check it before you go on",
     }.get(number, "nothing was acknowledged; it may be tried again")
     return DurabilityError(number, f"{doing}: {error.strerror or error}; {advice}", error.filename or path)

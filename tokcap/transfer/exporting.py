@@ -16,7 +16,8 @@ from ..inspection.opening import open_to_look
 from ..protocol import RolloutState
 from ..store import FileStore, Snapshot
 from ..store.files import Files
-from ..store.layout import Layout, look
+from ..store.layout import Directory, Layout, look
+from ..store.sweep import directories
 from .parts import Parts
 from .records import Asked, records_of
 from .schema import FORMATS, LEVELS, SCHEMA_VERSION, Level, Record, weight
@@ -214,6 +215,12 @@ def _count(done: Exported, why: str) -> None:
     done.skipped[why] = done.skipped.get(why, 0) + 1
 
 
+def _cannot_read(done: Exported, rollout_id: str, error: Exception) -> None:
+    """rollout_id: empty for a directory of several, which can't be listed."""
+    _count(done, "unreadable")
+    done.unreadable[rollout_id] = str(error)
+
+
 def _count_consumed(done: Exported, retired: Collection[str], known: Collection[str]) -> None:
     """What was exported first and retired then is not left out."""
     consumed = sum(rollout_id in known for rollout_id in retired)
@@ -235,12 +242,15 @@ def _wanted(
         found = _named(store, exact, done)
     else:
         try:
-            for rollout_id, now in store.rollouts():
-                if not globs or rollout_id in exact or any(fnmatchcase(rollout_id, glob) for glob in patterns):
-                    found[rollout_id] = now
+            for rollout_id, shown in directories(Files(), Layout(store.directory)):
+                if globs and rollout_id not in exact and not any(fnmatchcase(rollout_id, glob) for glob in patterns):
+                    continue
+                if not isinstance(shown, Directory):
+                    _cannot_read(done, rollout_id, shown)
+                elif shown.state != "absent":
+                    found[rollout_id] = shown.state
         except TokcapError as error:  # after all those that can be listed
-            _count(done, "unreadable")
-            done.unreadable[""] = str(error)
+            _cannot_read(done, "", error)
     left_out = Counter(now for now in found.values() if now == "retired" or (now != state and state != "any"))
     for now, count in sorted(left_out.items()):
         done.skipped[now] = done.skipped.get(now, 0) + count
@@ -259,8 +269,7 @@ def _named(store: FileStore, ids: Collection[str], done: Exported) -> dict[str, 
         except InvalidIdError:  # nothing can be there
             continue
         except (TokcapError, OSError) as error:
-            _count(done, "unreadable")
-            done.unreadable[rollout_id] = str(error)
+            _cannot_read(done, rollout_id, error)
             continue
         if state != "absent":
             found[rollout_id] = state

@@ -33,10 +33,10 @@ FindingKind = Literal[
 """
 bytes: a checksum doesn't hold. record: it holds, and what it covers can't be decoded. missing: a segment file isn't
 there. manifest: it is damaged, missing, or says other than the segments. note, marker: a note, the file FORMAT.
-incarnation: one too many. not_a_directory: something else has the name of one. wrong_shard: a rollout where nobody
-looks for it. name: what belongs to no store. unreadable: the system refused. meaningless: padding, trailers or unused
-space have changed. torn: a tail that was never acknowledged. leftover: of a crash. apart: files that were one, and are
-copies now. modes: permissions and owners.
+incarnation: one too many. not_a_directory: something else has the name of one. wrong_shard: a rollout, or a part of
+one, where nobody looks for it. name: what belongs to no store. unreadable: the system refused. meaningless: padding,
+trailers or unused space have changed. torn: a tail that was never acknowledged. leftover: of a crash. apart: files that
+were one, and are copies now. modes: permissions and owners.
 """
 
 

@@ -12,22 +12,36 @@ from ..errors import InvalidIdError, TokcapError
 from ..ids import check_rollout_id
 from ..store.files import Files
 from ..store.frame import segment_seed
-from ..store.layout import Layout, kind_below, kind_of_name, snapshot_links
+from ..store.layout import MANIFEST, Layout, kind_below, kind_of_name, snapshot_links
 from ..store.log import read_header
 from .finding import Finding
 
-__all__ = ("id_inside", "is_directory", "is_free", "is_rollout", "misplaced", "out_of_place", "rollouts_in")
+__all__ = (
+    "id_inside",
+    "is_directory",
+    "is_free",
+    "is_rollout",
+    "misplaced",
+    "out_of_place",
+    "rollouts_in",
+    "said_below",
+)
 
 _HEADER = 65536
 """Bytes of a segment that its header is in."""
 
 
 def out_of_place(files: Files, layout: Layout, path: str) -> Finding | None:
-    """What to say of a directory that doesn't belong here; None if no rollout is in it."""
+    """What to say of a directory that doesn't belong here; None if nothing of a rollout is in it."""
     inside = rollouts_in(files, path)
     if inside == [path]:
         return misplaced(files, layout, path)
-    return _of_several(files, layout, path, inside) if inside else None
+    if inside:
+        return _of_several(files, layout, path, inside)
+    if _holds_records(files, path):
+        what = "an incarnation or a snapshot of a rollout, under a name that nobody reads"
+        return _finding(path, what, "give it its name back if you know it, or move it out of the store")
+    return None
 
 
 def misplaced(files: Files, layout: Layout, path: str) -> Finding:
@@ -39,7 +53,7 @@ def misplaced(files: Files, layout: Layout, path: str) -> Finding:
         what = "a file, or a link, where nobody looks for a rollout of this name"
         return _finding(path, what, "tokcap verify --repair moves it to quarantine", named)
     if not rollout_id:
-        what = "nobody looks for a rollout here, and its segments don't say which one it is, or not all the same"
+        what = "nobody looks for a rollout here, and its segments don't say which rollout it is, or not all the same"
         return _finding(path, what, "move it to its place if you know it, or out of the store", named)
     right = layout.rollout(rollout_id)
     advice = "move it there; tokcap verify --repair does"
@@ -91,6 +105,18 @@ def is_rollout(files: Files, path: str) -> bool:
         return False
 
 
+def _holds_records(files: Files, path: str, depth: int = 3) -> bool:
+    """Whether it looks like an incarnation or a snapshot, by the names in it, or has one in it, as deep as a store
+    goes."""
+    try:
+        names = files.listdir(path)
+        if MANIFEST in names or any(kind_below(name) == "segment" for name in names) or snapshot_links(files, path):
+            return True
+    except OSError:
+        return False
+    return depth > 0 and any(_holds_records(files, f"{path}/{name}", depth - 1) for name in names)
+
+
 def is_directory(path: str) -> bool:
     """Whether it is one itself, and no link to one."""
     return os.path.isdir(path) and not os.path.islink(path)
@@ -110,15 +136,19 @@ def id_inside(files: Files, path: str) -> str:
     """Which rollout it is, as all of its segments say, or as the name of a retired one does. Empty if nothing says
     it, if they say several, or if one of them can't be opened."""
     said: set[str] = set()
-    retired = False
+    retired = silent = False
     try:
         for name in files.listdir(path):
             kind = kind_of_name(name)
             if kind in ("incarnation", "tombstone"):
-                said |= _said_below(files, f"{path}/{name}", name[:32])
+                said_there = said_below(files, f"{path}/{name}", name[:32])
+                said |= said_there
                 retired = retired or kind == "tombstone"
+                silent = silent or (kind == "tombstone" and not said_there)
         if len(said) == 1:
-            return check_rollout_id(said.pop())
+            rollout_id = check_rollout_id(said.pop())
+            # A tombstone may be that of another one, beside which somebody moved an incarnation.
+            return "" if silent and rollout_id != os.path.basename(path) else rollout_id
         return _id_of_retired(path) if retired and not said else ""
     except (OSError, TokcapError):
         return ""
@@ -134,7 +164,7 @@ def _id_of_retired(path: str) -> str:
     return "" if any(layout.shard(other) == shard for other in others) else check_rollout_id(name)
 
 
-def _said_below(files: Files, folder: str, incarnation: str) -> set[str]:
+def said_below(files: Files, folder: str, incarnation: str) -> set[str]:
     """What the headers of all segments of an incarnation say, those in its snapshots too. A damaged one: nothing."""
     said: set[str] = set()
     for name in files.listdir(folder):

@@ -12,6 +12,7 @@ from ..store.log import LogReader
 from ..store.snapshot import load_buffer, read_manifest
 from .checking import Place
 from .finding import Finding, place_of
+from .misplaced import said_below
 from .quarantine import known_places
 
 __all__ = ("STAYS", "Plan", "is_file")
@@ -98,7 +99,13 @@ class Plan:
     def _choose_incarnation(self) -> None:
         found = [f for f in self.findings if f.kind == "incarnation" and f.level == "damage"]
         if len(found) == 1:  # hidden behind a tombstone
-            self._move(found[0].path)
+            if self._is_of_another(found[0]):
+                self.left.append(
+                    f"{found[0].path}: its segments say another rollout, and the tombstone beside it hides it: move it "
+                    "into a directory of that rollout, or out of the store"
+                )
+            else:
+                self._move(found[0].path)
             return
         holding = [f for f in found if self._holds_records(f.incarnation)]
         empty = [f for f in found if f not in holding]
@@ -124,6 +131,13 @@ class Plan:
         self.links = {link: whole for link, whole in self.links.items() if not is_inside(link)}
         self.words = [said for said in self.words if not any(f"{folder}/" in said for folder in self.moves)]
         self.moves = [path for path in self.moves if not is_inside(path)]
+
+    def _is_of_another(self, finding: Finding) -> bool:
+        """Whether its segments say another rollout, for all that can be read of them."""
+        try:
+            return bool(said_below(self.place.files, finding.path, finding.incarnation) - {self.rollout_id})
+        except (OSError, TokcapError):
+            return False
 
     def _holds_records(self, incarnation: str) -> bool:
         """Whether anything is in it that a rollout could need; what can't be told counts as something."""

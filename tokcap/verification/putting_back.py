@@ -22,7 +22,7 @@ from .mending import Repaired
 from .misplaced import id_inside, is_free, rollouts_in
 from .quarantine import Quarantine
 
-__all__ = ("Misplaced", "PutBack", "misplaced_at")
+__all__ = ("Misplaced", "PutBack", "in_turn", "misplaced_at")
 
 
 class Misplaced(msgspec.Struct, frozen=True):
@@ -35,6 +35,7 @@ class Misplaced(msgspec.Struct, frozen=True):
     right: str = ""
     """Its place."""
     free: bool = False
+    """Whether nothing is there, or will be when its turn comes (`in_turn`)."""
 
     @property
     def done(self) -> str:
@@ -44,6 +45,8 @@ class Misplaced(msgspec.Struct, frozen=True):
     @property
     def left(self) -> str:
         """Why it is left, in words."""
+        if not self.rollout_id and self.path == self.finding.path:
+            return f"{self.path}: {self.finding.what}; {self.finding.advice}"
         if not self.rollout_id:
             return (
                 f"{self.path}: its segments don't say which rollout it is, or not all the same: "
@@ -65,6 +68,26 @@ def misplaced_at(place: Place, finding: Finding) -> list[Misplaced]:
             free = bool(right) and is_free(place.files, right)
             found.append(Misplaced(path, finding, rollout_id, right, free))
     return found
+
+
+def in_turn(misplaced: list[Misplaced]) -> list[Misplaced]:
+    """Those that can be put back, each behind the one that lies in its place; then those that are left."""
+    ordered: list[Misplaced] = []
+    given: set[str] = set()
+    left_behind: set[str] = set()
+    waiting = misplaced
+    while True:
+        rest: list[Misplaced] = []
+        for one in waiting:
+            if one.right and one.right not in given and (one.free or one.right in left_behind):
+                given.add(one.right)
+                left_behind.add(one.path)
+                ordered.append(msgspec.structs.replace(one, free=True))
+            else:
+                rest.append(one)
+        if len(rest) == len(waiting):
+            return ordered + [msgspec.structs.replace(one, free=False) for one in rest]
+        waiting = rest
 
 
 class PutBack(Lifecycle):

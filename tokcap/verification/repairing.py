@@ -3,7 +3,7 @@
 - A manifest or FORMAT that is damaged, missing, or says other than the segments: kept aside, made again. So is a
   missing `damaged` beside a manifest that states damage.
 - A whole rollout where nobody looks for it: put back into its place, if that is free (`putting_back`). Otherwise it is
-  left where it is, and stays damage.
+  left where it is, and stays damage. So is an incarnation or a snapshot under a name that nobody reads.
 - What stops a rollout from being read or swept (a file where a directory belongs, a name that belongs to no store, an
   incarnation that holds nothing beside another one, or one behind a tombstone): moved to quarantine. What is frozen
   stays frozen, and what is retired stays retired.
@@ -12,7 +12,8 @@
 - Torn tails, leftovers of crashes, permissions: nothing; they are the sweep's, or yours.
 - A link of a snapshot that is missing or damaged, while the segment beside it is still what the manifest states: linked
   again.
-- Two incarnations that both hold records: nothing; only you know which of them counts.
+- Two incarnations that both hold records, or one of another rollout behind a tombstone: nothing; only you know which
+  of them counts, and what it is.
 
 A rollout is repaired under its fence, and read before and after (`mending`): if anything is gone that was there, all is
 undone.
@@ -35,7 +36,7 @@ from .finding import Finding
 from .mending import Mend, Repaired
 from .misplaced import id_inside, is_directory
 from .plan import Plan
-from .putting_back import Misplaced, PutBack, misplaced_at
+from .putting_back import Misplaced, PutBack, in_turn, misplaced_at
 from .quarantine import Quarantine
 
 __all__ = ("Repaired", "repair")
@@ -65,7 +66,7 @@ def repair(
     if done is not None:
         yield done
     folders = [f for f in findings if f.kind == "wrong_shard" and is_directory(f.path)] + _of_others(place, findings)
-    misplaced = [one for finding in folders for one in misplaced_at(place, finding)]
+    misplaced = in_turn([one for finding in folders for one in misplaced_at(place, finding)])
     ids = {finding.rollout_id for finding in findings if finding.rollout_id and finding.kind != "wrong_shard"}
     ids.difference_update(one.finding.rollout_id for one in misplaced if one.finding.kind != "wrong_shard")
     if dry_run:
@@ -104,13 +105,8 @@ def _of_others(place: Place, findings: list[Finding]) -> list[Finding]:
 
 def _planned(place: Place, misplaced: list[Misplaced], ids: list[str]) -> Iterator[Repaired]:
     """What would be done, with `dry_run`."""
-    given: set[str] = set()
     for one in misplaced:
-        if one.free and one.right not in given:
-            given.add(one.right)
-            yield Repaired(one.rollout_id, (one.done,))
-        else:
-            yield Repaired(one.rollout_id, (), (one.left,))
+        yield Repaired(one.rollout_id, (one.done,)) if one.free else Repaired(one.rollout_id, (), (one.left,))
     checker = place.rollouts()
     for rollout_id in ids:
         plan = Plan(place, rollout_id, checker.check(rollout_id).findings)

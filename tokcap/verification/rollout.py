@@ -7,6 +7,8 @@ import stat
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from ..errors import TokcapError
 from ..store.files import Files
 from ..store.layout import Layout, is_note, kind_below, kind_of_name, look_into
@@ -88,11 +90,7 @@ class _Look(LogLook):
             kind, path = kind_of_name(name), f"{self.path}/{name}"
             if not kind:
                 self.weigh(path)
-                hidden = out_of_place(self.files, self.layout, path)
-                if hidden is None:
-                    self.stranger(path)
-                else:
-                    self.result.findings.append(hidden)
+                self._judge_stranger(path)
             elif not stat.S_ISDIR(self.files.stat(path).st_mode):
                 self.weigh(path)
                 if kind == "trash":
@@ -115,6 +113,15 @@ class _Look(LogLook):
         if self.result.troubles and sorted(self.files.listdir(self.path)) != names:
             raise UnsteadyError(errno.EAGAIN, "it changed while it was read", self.path)
         return self.result
+
+    def _judge_stranger(self, path: str) -> None:
+        hidden = out_of_place(self.files, self.layout, path)
+        if hidden is None:
+            self.stranger(path)
+        else:
+            self.result.findings.append(
+                msgspec.structs.replace(hidden, rollout_id=hidden.rollout_id or self.rollout_id)
+            )
 
     def _check_safely(self, path: str, check: Callable[[str], None]) -> None:
         try:
@@ -194,7 +201,7 @@ class _Look(LogLook):
         directory = look_into(self.files, self.path, self.incarnation)
         for name in self.files.listdir(path):
             if not kind_below(name):
-                self.stranger(f"{path}/{name}")
+                self._judge_stranger(f"{path}/{name}")
         for leftover in directory.leftovers:
             self.leftover(leftover)
         self._check_notes(path, directory.notes)

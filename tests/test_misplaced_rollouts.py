@@ -439,6 +439,18 @@ def test_records_under_a_name_that_nobody_reads_are_damage_and_stay(
         assert not (root / "quarantine").exists()
 
 
+@pytest.mark.parametrize("name", ["000002.seg.bak", "000002", "old"])
+def test_a_segment_under_a_name_that_nobody_reads_is_damage_and_stays(root: Path, run: Run, name: str) -> None:
+    segment = max(place_of(root, "a-open").glob("*/*.seg"))  # nothing behind it says that it was there
+    segment.rename(segment.with_name(name))
+    before = files_of(root)
+    for _ in range(2):
+        status, out, _ = run("--repair")
+        assert status == 1
+        assert "left to you: " in out
+        assert files_of(root) == before
+
+
 def test_whose_records_have_a_name_that_nobody_reads_is_told(root: Path, run: Run) -> None:
     renamed_snapshot(place_of(root, "b-frozen"))
     (finding,) = found_by(run, "b-*")

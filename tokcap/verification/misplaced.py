@@ -11,7 +11,7 @@ import os
 from ..errors import InvalidIdError, TokcapError
 from ..ids import check_rollout_id
 from ..store.files import Files
-from ..store.frame import segment_seed
+from ..store.frame import HEADER_AND_CRC, HEADER_SIZE, MAGIC, Kind, segment_seed
 from ..store.layout import MANIFEST, Layout, kind_below, kind_of_name, snapshot_links
 from ..store.log import read_header
 from .finding import Finding
@@ -21,6 +21,7 @@ __all__ = (
     "is_directory",
     "is_free",
     "is_rollout",
+    "is_segment",
     "misplaced",
     "out_of_place",
     "rollouts_in",
@@ -38,6 +39,9 @@ def out_of_place(files: Files, layout: Layout, path: str) -> Finding | None:
         return misplaced(files, layout, path)
     if inside:
         return _of_several(files, layout, path, inside)
+    if is_segment(files, path):
+        what = "a segment of a rollout, under a name that nobody reads"
+        return _finding(path, what, "give it its name back if you know it, or move it out of the store")
     if _holds_records(files, path):
         what = "an incarnation or a snapshot of a rollout, under a name that nobody reads"
         return _finding(path, what, "give it its name back if you know it, or move it out of the store")
@@ -115,6 +119,24 @@ def _holds_records(files: Files, path: str, depth: int = 3) -> bool:
     except OSError:
         return False
     return depth > 0 and any(_holds_records(files, f"{path}/{name}", depth - 1) for name in names)
+
+
+def is_segment(files: Files, path: str) -> bool:
+    """Whether it is a file that begins as a segment does."""
+    try:
+        fd = files.open(path)
+    except OSError:  # a directory, a link, or nothing
+        return False
+    try:
+        begins = files.read(fd, HEADER_SIZE, 0)
+    except OSError:
+        return False
+    finally:
+        files.close(fd)
+    if len(begins) < HEADER_SIZE:
+        return False
+    magic, kind, *_ = HEADER_AND_CRC.unpack_from(begins)
+    return bool(magic == MAGIC and kind == Kind.SEGMENT)
 
 
 def is_directory(path: str) -> bool:

@@ -34,7 +34,7 @@ from ..store.root import check_directory, group_id_of, read_marker
 from .checking import Place, check_place
 from .finding import Finding
 from .mending import Mend, Repaired
-from .misplaced import id_inside, is_directory
+from .misplaced import id_inside, is_directory, is_segment
 from .plan import Plan
 from .putting_back import Misplaced, PutBack, in_turn, misplaced_at
 from .quarantine import Quarantine
@@ -58,6 +58,9 @@ def repair(
     root = place.layout.root
     place = msgspec.structs.replace(place, files=Files(Modes(group_id_of(group))))
     findings = [finding for finding in findings if finding.level in ("damage", "warning")]
+    hidden = [f for f in findings if f.kind == "wrong_shard" and is_segment(place.files, f.path)]
+    yield from (Repaired(f.rollout_id, (), (f"{f.path}: {f.what}: {f.advice}",)) for f in hidden)
+    findings = [finding for finding in findings if finding not in hidden]
     outside = [f for f in findings if not f.rollout_id or f.kind == "wrong_shard"]
     outside += [f for f in findings if f.kind == "not_a_directory" and f.path == place.layout.rollout(f.rollout_id)]
     if not dry_run:

@@ -380,6 +380,8 @@ def unrepeated_syncs(operation: Operation, directory: str) -> list[str]:
                 operation.act(store)
             operation.act(store)
             close(prepared)
+        if plan.hit is None:
+            continue  # what was counted was a sync of the preparation, by a thread that was late
         failed = next(place for place, call in enumerate(files.trace) if call is plan.hit)
         assert plan.hit is not None
         before = {path for call in files.trace[:failed] for path in changed_directories(call)}

@@ -383,7 +383,6 @@ def unrepeated_syncs(operation: Operation, directory: str) -> list[str]:
         if plan.hit is None:
             continue  # what was counted was a sync of the preparation, by a thread that was late
         failed = next(place for place, call in enumerate(files.trace) if call is plan.hit)
-        assert plan.hit is not None
         before = {path for call in files.trace[:failed] for path in changed_directories(call)}
         changed: set[str] = set()
         for call in files.trace[failed + 1 :]:
